@@ -1,0 +1,83 @@
+"""Every error that teraplan raises on purpose.
+
+TeraplanError
+├── ConfigError (ValueError)        an option, variable or configuration file is wrong
+├── FileFormatError (ValueError)    a plan, trace or run file cannot be read as one
+│   ├── PlanMismatchError           the plan was made for another program or machine
+│   └── InvalidPlanError            the checker refuses the plan
+├── InfeasibleBudgetError           no plan fits; names the site and the least budget that works
+├── BudgetExceededError             the running step would need more memory than promised
+├── StorageError (OSError)          a storage directory or file failed; names tensor, file, offset
+│   ├── StorageFullError            no space left for spilled tensors
+│   ├── StorageUnusableError        missing, read-only, not private, or not on a disk
+│   └── IntegrityError              the bytes that came back are not the bytes that left
+├── DeadlineError (TimeoutError)    a wait took longer than its deadline; names what it waited for
+├── UnsupportedError                the program does what this backend cannot do correctly
+└── FallbackRefusedError            `strict` is set and something would fall back
+
+A message says what happened, the numbers with their units, and what to do next.
+"""
+
+
+class TeraplanError(Exception):
+    """Base of every error that teraplan raises on purpose."""
+
+
+class ConfigError(TeraplanError, ValueError):
+    """An option, an environment variable or a configuration file is wrong."""
+
+
+class FileFormatError(TeraplanError, ValueError):
+    """A plan, trace or run file cannot be read: not JSON, wrong fields, unknown version."""
+
+
+class PlanMismatchError(FileFormatError):
+    """The plan was made for other graphs, shapes, versions or hardware; names the field."""
+
+
+class InvalidPlanError(FileFormatError):
+    """The independent checker refuses the plan."""
+
+
+class InfeasibleBudgetError(TeraplanError):
+    """No plan fits in the budget.
+
+    Attributes:
+        least_budget_bytes: the smallest device budget for which a plan exists, 0 if unknown.
+    """
+
+    def __init__(self, message: str, *, least_budget_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_budget_bytes = least_budget_bytes
+
+
+class BudgetExceededError(TeraplanError):
+    """The step would need more memory than its budget, and nothing more can leave."""
+
+
+class StorageError(TeraplanError, OSError):
+    """A storage directory or file failed."""
+
+
+class StorageFullError(StorageError):
+    """There is no space left for spilled tensors."""
+
+
+class StorageUnusableError(StorageError):
+    """A storage directory is missing, not writable, or not on a disk."""
+
+
+class IntegrityError(StorageError):
+    """The bytes that came back from storage are not the bytes that left."""
+
+
+class DeadlineError(TeraplanError, TimeoutError):
+    """A wait took longer than its deadline."""
+
+
+class UnsupportedError(TeraplanError):
+    """The program asks for something that this backend cannot do correctly."""
+
+
+class FallbackRefusedError(TeraplanError):
+    """`strict` is set, and a slower or smaller path would have been taken."""

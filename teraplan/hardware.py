@@ -1,0 +1,47 @@
+"""What the machine can do: how much each tier holds and how fast each link is."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Tier(StrEnum):
+    """Where a tensor can be."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Speed between the device and another tier. `out` leaves the device, `back` comes to it."""
+
+    out_bytes_per_s: int
+    back_bytes_per_s: int
+    out_while_back_bytes_per_s: int
+    """Speed out while the other direction is busy too."""
+    back_while_out_bytes_per_s: int
+    latency_ns: int
+    """Time that one transfer takes beside its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The machine as planning sees it."""
+
+    device: str
+    device_capacity_bytes: int
+    host_capacity_bytes: int
+    storage_capacity_bytes: int
+    host_link: Link | None
+    """None: there is no host tier beside the device (a CPU device is host memory itself)."""
+    storage_link: Link | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """The most bytes that a plan may use of each tier."""
+
+    device_bytes: int
+    host_bytes: int
+    storage_bytes: int

@@ -1,0 +1,68 @@
+"""A plan: which tensor leaves the device when, where it goes, and when it comes back.
+
+One migration, seen over the intervals of the step (see `step_trace`):
+
+    leave            gone              back              needed
+      | resident       |  elsewhere      | resident        |  window ...
+      | going out      |                 | coming in       |
+
+The copy out starts at site `leave`. At site `gone` the runtime waits until it has finished; from
+that interval on the bytes are free. At site `back` the bytes are taken again and the copy in
+starts. At site `needed` the runtime waits until it has finished. So the memory that a plan uses
+follows from the plan alone, however fast the links turn out to be; only waiting time does not.
+Sites number_of_sites and beyond lie in the following step.
+"""
+
+from dataclasses import dataclass, field
+
+from teraplan.hardware import Budgets, Hardware, Tier
+from teraplan.step_trace import StepTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """One inactive period of one tensor, spent in another tier."""
+
+    tensor_id: int
+    leave: int
+    gone: int
+    back: int
+    needed: int
+    tier: Tier
+    clean: bool = False
+    """The tier already holds these bytes: nothing is written."""
+    reason: str = ""
+    """Why the planner chose it, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of a plan."""
+
+    step_ns: int
+    ideal_ns: int
+    """The step with nothing moved and unlimited memory."""
+    device_peak_bytes: int
+    """State, workspace and resident tensors together."""
+    unlimited_peak_bytes: int
+    """The same with nothing moved."""
+    managed_peak_bytes: int
+    """Of that, the most that listed tensors take at once."""
+    host_peak_bytes: int
+    storage_peak_bytes: int
+    out_bytes: dict[Tier, int] = field(default_factory=dict[Tier, int])
+    back_bytes: dict[Tier, int] = field(default_factory=dict[Tier, int])
+    stall_ns: dict[int, int] = field(default_factory=dict[int, int])
+    """Waiting time by tensor id; only tensors that wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A plan for one step, together with the trace and the machine that it was made for."""
+
+    policy: str
+    budgets: Budgets
+    hardware: Hardware
+    trace: StepTrace
+    migrations: tuple[Migration, ...]
+    prediction: Prediction

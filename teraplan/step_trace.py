@@ -1,0 +1,127 @@
+"""What one training step does to memory: the input of planning.
+
+A step is a row of sites, the places in compiled graphs where the runtime gets control. Interval k
+is the stretch of computation from site k to site k+1; the last one ends where the next step begins.
+
+    site      0        1        2          3        4        5
+              enter    save a   save b     need b   done b   need a ...
+    interval  |---0----|---1----|----2-----|---3----|---4----|---5--
+    tensor a           [========= idle ======================[active ...
+    tensor b                    [== idle ==[active==[
+
+A tensor's `windows` are the half-open site ranges in which the computation touches it: it must be
+on the device in every interval of each of them. Between two windows it is inactive and may be
+elsewhere. An activation is born at its first window's start (an empty window: it has been computed
+and used when its save site runs) and dies at its last window's end. A persistent tensor (parameter,
+optimizer state) lives for ever, and its last inactive period wraps around the end of the step.
+
+Everything is measured on the code that trains. `state_bytes` is what lives on the device in all of
+the step beside the tensors listed here; `workspace_bytes` is what an interval needs on top of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class TensorKind(StrEnum):
+    """The classes of tensors in a training step."""
+
+    ACTIVATION = "activation"
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+
+
+class SiteKind(StrEnum):
+    """What a site tells the runtime."""
+
+    ENTER = "enter"
+    """A graph call begins; touches no tensor."""
+    SAVE = "save"
+    """The tensor has had its last use in the forward graph."""
+    NEED = "need"
+    """The tensor is about to be used."""
+    DONE = "done"
+    """The tensor has had its last use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A place where the runtime gets control, and the interval that follows it."""
+
+    kind: SiteKind
+    graph: str
+    """Stable identifier of the compiled graph."""
+    call: int
+    """Number of this call of any graph within the step, from 0; backward shares its forward's."""
+    backward: bool
+    tensor_id: int | None
+    """Index into `StepTrace.tensors`; None for ENTER."""
+    duration_ns: int
+    """Computation in the interval after this site, waits for migrations excluded."""
+    workspace_bytes: int
+    """Peak in this interval of what is neither state nor listed tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor of the step that the runtime can move."""
+
+    name: str
+    """Stable name: graph, call and node, e.g. "g0.c2/gelu_3"."""
+    kind: TensorKind
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    layer: str
+    """Path of the module that made it ("blocks.3.mlp"), "" if unknown."""
+    windows: tuple[tuple[int, int], ...]
+    """Half-open site ranges in which it is touched, ascending, not overlapping."""
+    persistent: bool = False
+    """True if it outlives the step (parameters, optimizer state)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a plan depends on beside numbers: a plan is replayed only where all of it is equal."""
+
+    graphs: tuple[str, ...]
+    """Content hash of each graph called in the step, in order of first call."""
+    shapes: str
+    """Hash of the sizes of all tensors in order."""
+    torch_version: str
+    kernels: str
+    device: str
+    """Name of the device, e.g. "cpu" or "NVIDIA H200"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """One measured step."""
+
+    fingerprint: Fingerprint
+    state_bytes: int
+    sites: tuple[Site, ...]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def duration_ns(self) -> int:
+        """Length of the step with no waits for migrations: the ideal."""
+        return sum(site.duration_ns for site in self.sites)
+
+    def periods(self) -> Iterator[tuple[int, int, int]]:
+        """Each inactive period as (tensor_id, start, end): idle in intervals start .. end-1.
+
+        A period that wraps has `end` > number of sites.
+        """
+        num_sites = len(self.sites)
+        for tensor_id, tensor in enumerate(self.tensors):
+            windows = tensor.windows
+            for (_, start), (end, _) in zip(windows, windows[1:], strict=False):
+                if end > start:
+                    yield tensor_id, start, end
+            if tensor.persistent and windows:
+                start, end = windows[-1][1], windows[0][0] + num_sites
+                if end > start:
+                    yield tensor_id, start, end

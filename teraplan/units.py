@@ -1,0 +1,50 @@
+"""Bytes and times as people write them, and back: `"2GiB"` -> 2147483648, 2147483648 -> `"2.00 GiB"`.
+
+Inside the program bytes and nanoseconds are ints; text appears only at the edges.
+"""
+
+import re
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_BINARY = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
+_FACTORS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | _BINARY
+_BY_LOWER_NAME = {name.lower(): factor for name, factor in _FACTORS.items()}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_nbytes(text: str) -> int:
+    """Number of bytes that `text` names ("2GiB", "500 MB", "4096").
+
+    Raises:
+        ValueError: if `text` is no size.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _BY_LOWER_NAME.get((match[2] or "B").lower()) if match else None
+    if match is None or factor is None:
+        units = ", ".join(_FACTORS)
+        raise ValueError(f"{text!r} is not a size; write a number and one of {units}")
+    return round(float(match[1]) * factor)
+
+
+def format_nbytes(nbytes: int) -> str:
+    """`nbytes` in the largest binary unit that leaves at least 1, e.g. "1.50 GiB"."""
+    for name, factor in reversed(_BINARY.items()):
+        if abs(nbytes) >= factor:
+            return f"{nbytes / factor:.2f} {name}"
+    return f"{nbytes} B"
+
+
+def format_ns(duration_ns: int) -> str:
+    """`duration_ns` in the largest unit of s, ms, us that leaves at least 1, e.g. "3.20 ms"."""
+    for name, factor in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
+        if abs(duration_ns) >= factor:
+            return f"{duration_ns / factor:.2f} {name}"
+    return f"{duration_ns} ns"
+
+
+def format_bandwidth(bytes_per_s: int) -> str:
+    """`bytes_per_s` in decimal GB/s or MB/s, the units in which disks are sold."""
+    if bytes_per_s >= 10**9:
+        return f"{bytes_per_s / 1e9:.2f} GB/s"
+    return f"{bytes_per_s / 1e6:.1f} MB/s"
