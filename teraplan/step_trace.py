@@ -19,6 +19,7 @@ Everything is measured on the code that trains. `state_bytes` is what lives on t
 the step beside the tensors listed here; `workspace_bytes` is what an interval needs on top of it.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -118,7 +119,7 @@ class StepTrace:
         num_sites = len(self.sites)
         for tensor_id, tensor in enumerate(self.tensors):
             windows = tensor.windows
-            for (_, start), (end, _) in zip(windows, windows[1:], strict=False):
+            for (_, start), (end, _) in itertools.pairwise(windows):
                 if end > start:
                     yield tensor_id, start, end
             if tensor.persistent and windows:

@@ -1,4 +1,4 @@
-"""Bytes and times as people write them, and back: `"2GiB"` -> 2147483648, 2147483648 -> `"2.00 GiB"`.
+"""Bytes and times as people write them, and back: "2GiB" to 2147483648 to "2.00 GiB".
 
 Inside the program bytes and nanoseconds are ints; text appears only at the edges.
 """
