@@ -1,0 +1,331 @@
+"""What a user may set, read from options, the environment and a TOML file. Imports no torch.
+
+    options={"device_budget": "2GiB"}          beats
+    TERAPLAN_DEVICE_BUDGET=2GiB                beats
+    device_budget = "2GiB"                     in the file that TERAPLAN_CONFIG names
+
+Every value is checked where it is read, so that an error names the place it came from. A name that
+is no option is an error everywhere: a misspelt budget must not be a run without a budget.
+"""
+
+import dataclasses
+import difflib
+import math
+import operator
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, SupportsIndex, cast
+
+from teraplan.errors import ConfigError
+from teraplan.units import format_nbytes, parse_nbytes
+
+PREFIX = "TERAPLAN_"
+"""Start of the name of every environment variable that is read."""
+FILE_VARIABLE = "TERAPLAN_CONFIG"
+"""Names a TOML file with the same options."""
+
+_KERNELS = ("inductor", "aot_eager")
+_PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
+_BUDGET_FORMS = '"2GiB", "500 MB", a number of bytes, or a percentage such as "60%"'
+_WORDS = {"1": True, "true": True, "yes": True, "on": True}
+_WORDS |= {"0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """An upper bound on memory: bytes, or a percentage of the peak with nothing moved.
+
+    Exactly one of the two is set, and it is not negative. A percentage may exceed 100.
+    """
+
+    nbytes: int | None = None
+    percent: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.nbytes is None) == (self.percent is None):
+            raise ConfigError("a budget is either a number of bytes or a percentage")
+        value = self.nbytes if self.nbytes is not None else self.percent
+        if value is None or not math.isfinite(value) or value < 0:
+            raise ConfigError(f"a budget cannot be {value}; write {_BUDGET_FORMS}")
+
+    @classmethod
+    def parse(cls, value: object) -> Self:
+        """The budget that a user wrote.
+
+        Raises:
+            ConfigError: if `value` is no budget.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            percent = _PERCENT.fullmatch(value)
+            if percent:
+                return cls(percent=float(percent[1]))
+            try:
+                return cls(nbytes=parse_nbytes(value))
+            except (ValueError, OverflowError) as error:
+                raise ConfigError(f"expected {_BUDGET_FORMS}") from error
+        if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+            return cls(nbytes=operator.index(value))
+        raise ConfigError(f"expected {_BUDGET_FORMS}")
+
+    def resolve(self, unlimited_peak_bytes: int) -> int:
+        """Bytes of this budget, where the step with nothing moved has this peak."""
+        if self.nbytes is not None:
+            return self.nbytes
+        assert self.percent is not None, "checked in __post_init__"
+        return math.floor(unlimited_peak_bytes * self.percent / 100)
+
+    def is_zero(self) -> bool:
+        """Whether this budget allows nothing."""
+        return not (self.nbytes or self.percent)
+
+    def __str__(self) -> str:
+        return format_nbytes(self.nbytes) if self.nbytes is not None else f"{self.percent:g}%"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """All options of one compiled model.
+
+    A value is checked and normalized when a Config is made (sizes parsed, paths absolute), so
+    equal configurations compare and hash equal however they were written.
+
+    Raises:
+        ConfigError: (all constructors) an unknown name, a bad value, or a contradiction.
+    """
+
+    device_budget: Budget | None = None
+    """Most device memory that the step may use. None: what is free on the device at the start."""
+    host_budget: Budget | None = None
+    """Most host memory that tensors may be moved to, staging included. None: a safe part of
+    what is free. Zero keeps tensors out of host memory."""
+    storage: tuple[str, ...] = ()
+    """Directories for tensors on NVMe; several are striped. Empty: a private temporary
+    directory on a real disk."""
+    plan: str = "auto"
+    """ "auto": measure and plan. A path: replay that plan file."""
+    profile_steps: int = 2
+    """Steps measured before planning, at least 1."""
+    policy: str = "teraplan"
+    """Name of the planner."""
+    kernels: Literal["inductor", "aot_eager"] = "inductor"
+    """What compiles the rewritten graphs: fused kernels, or PyTorch's own ones (quick compiles)."""
+    strict: bool = False
+    """Raise where something would otherwise take a slower path or stay unplanned."""
+    report: str | None = None
+    """Directory for trace, plan and run files. None: none is written."""
+    deadline_s: float = 60.0
+    """Longest that one wait for a transfer may take before it is an error."""
+    checksum: bool = True
+    """Compare what comes back from storage with what left."""
+
+    def __post_init__(self) -> None:
+        for name, value in _values_of(self):
+            object.__setattr__(self, name, _parse(name, value, f"option {name}"))
+        if self.plan != "auto" and self.policy != "teraplan":
+            raise ConfigError(
+                f'plan "{self.plan}" is replayed as it is, so policy "{self.policy}" would not be '
+                'used; set plan to "auto" or leave policy out'
+            )
+
+    @classmethod
+    def resolve(cls, options: Mapping[str, object] | None, environ: Mapping[str, str]) -> Self:
+        """The configuration from options, environment and the file that it names, in that order.
+
+        An empty environment variable counts as one that is not set.
+        """
+        values: dict[str, Any] = {}
+        file = environ.get(FILE_VARIABLE)
+        if file:
+            values.update(_read_file(Path(file)))
+        values.update(_read_environ(environ))
+        for name, value in (options or {}).items():
+            _check_name(name, "option", _PARSERS)
+            values[name] = _parse(name, value, f"option {name}")
+        return cls(**values)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """The configuration from the environment (default: this process's) alone."""
+        return cls.resolve(None, os.environ if environ is None else environ)
+
+
+def option_names() -> tuple[str, ...]:
+    """The names of all options, in the order in which they are documented."""
+    return tuple(field.name for field in dataclasses.fields(Config))
+
+
+def _values_of(config: Config) -> Iterator[tuple[str, object]]:
+    for name in option_names():
+        yield name, getattr(config, name)
+
+
+def _optional_budget(value: object) -> Budget | None:
+    return None if value is None or value == "auto" else Budget.parse(value)
+
+
+def _device_budget(value: object) -> Budget | None:
+    budget = _optional_budget(value)
+    if budget is not None and budget.is_zero():
+        raise ConfigError(f"nothing runs in no memory; expected {_BUDGET_FORMS}")
+    return budget
+
+
+def _path(value: object) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError("expected a path")
+    text = os.fsdecode(cast("str | os.PathLike[str]", value))
+    if not text.strip() or "\0" in text:
+        raise ConfigError("expected a path")
+    return str(Path(text).expanduser().absolute())
+
+
+def _storage(value: object) -> tuple[str, ...]:
+    if isinstance(value, (str, os.PathLike)):
+        return (_path(cast("str | os.PathLike[str]", value)),)
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError("expected a directory or a list of directories")
+    paths = tuple(_path(item) for item in cast("Iterable[object]", value))
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ConfigError(f"{twice[0]} is named twice; name each directory once")
+    return paths
+
+
+def _plan(value: object) -> str:
+    return "auto" if value == "auto" else _path(value)
+
+
+def _profile_steps(value: object) -> int:
+    text = value.strip() if isinstance(value, str) else value
+    if isinstance(text, str) and re.fullmatch(r"\d{1,9}", text):
+        text = int(text)
+    if not isinstance(text, int) or isinstance(text, bool) or text < 1:
+        raise ConfigError("expected a whole number of at least 1")
+    return text
+
+
+def _policy(value: object) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", value):
+        raise ConfigError('expected the name of a policy, such as "teraplan"')
+    return value
+
+
+def _kernels(value: object) -> str:
+    if not isinstance(value, str) or value not in _KERNELS:
+        raise ConfigError(f"expected one of {', '.join(_KERNELS)}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, str):
+        value = _WORDS.get(value.strip().lower())
+    if not isinstance(value, bool):
+        raise ConfigError("expected true or false")
+    return value
+
+
+def _report(value: object) -> str | None:
+    return None if value is None else _path(value)
+
+
+def _deadline_s(value: object) -> float:
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            value = None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError("expected a number of seconds above 0")
+    if not 0 < value <= 10**9:
+        raise ConfigError("expected a number of seconds above 0, at most 10^9")
+    return float(value)
+
+
+_PARSERS: Mapping[str, Callable[[object], object]] = {
+    "device_budget": _device_budget,
+    "host_budget": _optional_budget,
+    "storage": _storage,
+    "plan": _plan,
+    "profile_steps": _profile_steps,
+    "policy": _policy,
+    "kernels": _kernels,
+    "strict": _flag,
+    "report": _report,
+    "deadline_s": _deadline_s,
+    "checksum": _flag,
+}
+
+
+def _parse(name: str, value: object, source: str) -> object:
+    """`value` as the field `name` has it; `source` says in an error where it came from."""
+    try:
+        return _PARSERS[name](value)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {_shown(value)} is not accepted: {error}") from error
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check_name(name: object, what: str, known: Iterable[str]) -> None:
+    """Raises a ConfigError with the nearest known name unless `name` is one of `known`."""
+    names = list(known)
+    if name in names:
+        return
+    by_lower = {known_name.lower(): known_name for known_name in names}
+    # Only what differs is compared: with the common prefix every variable resembles every other.
+    short = {lower.removeprefix(PREFIX.lower()): full for lower, full in by_lower.items()}
+    wanted = str(name).lower().removeprefix(PREFIX.lower()).replace("-", "_")
+    near = difflib.get_close_matches(wanted, short, n=1, cutoff=0.5)
+    hint = f"; did you mean {short[near[0]]}?" if near else ""
+    raise ConfigError(f"{what} {_shown(name)} does not exist{hint} (there are {', '.join(names)})")
+
+
+def _read_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+    """Each option that the environment sets, with its value."""
+    variables = {PREFIX + name.upper(): name for name in _PARSERS}
+    for variable in sorted(environ):
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
+            continue
+        _check_name(variable, "environment variable", [*variables, FILE_VARIABLE])
+        text = environ[variable]
+        if not text.strip():
+            continue
+        name = variables[variable]
+        value = text.split(os.pathsep) if name == "storage" else text
+        yield name, _parse(name, value, f"environment variable {variable}")
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, object]]:
+    """Each option that a TOML file sets, with its value."""
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+        table = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror} ({FILE_VARIABLE} names this file)"
+        ) from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}: line {line}: is not UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from error
+    for name, value in table.items():
+        place = f"{path}: line {_line_of(name, text)}:"
+        _check_name(name, f"{place} option", _PARSERS)
+        yield name, _parse(name, value, f"{place} option {name}")
+
+
+def _line_of(name: str, text: str) -> int:
+    """Number of the first line of a TOML text that sets the key or opens the table `name`."""
+    pattern = re.compile(rf"\s*\[*\s*[\"']?{re.escape(name)}[\"']?\s*[\].=]")
+    lines = text.splitlines()
+    return next((number for number, line in enumerate(lines, 1) if pattern.match(line)), 1)
