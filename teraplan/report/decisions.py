@@ -1,0 +1,131 @@
+"""What a plan decides for each tensor, identical layers folded into one row."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from teraplan.hardware import Tier
+from teraplan.plan import Migration, Plan
+from teraplan.report.folding import (
+    layer_fold,
+    merge_numbers,
+    name_template,
+    node_label,
+    text_template,
+)
+from teraplan.step_trace import StepTrace, Tensor, TensorKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What happens to one tensor in one inactive period, or that it stays."""
+
+    tensor_id: int
+    tensor: Tensor
+    migration: Migration | None
+    """None: the tensor stays on the device in all of the step."""
+    when: str
+    """Phases in which it leaves and is needed: "forward → backward"."""
+    stall_ns: int
+    """Waiting for this tensor; counted once, with the first of its migrations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Decisions that are the same for several layers."""
+
+    layer: str
+    num_layers: int
+    node: str
+    num_tensors: int
+    kind: TensorKind
+    tier: Tier | None
+    """None: stays on the device."""
+    clean: bool
+    when: str
+    nbytes: int
+    stall_ns: int
+    reason: str
+    tensor_ids: tuple[int, ...]
+
+
+def decisions(plan: Plan) -> tuple[Decision, ...]:
+    """Every decision of `plan`, in order of tensors; those without windows are left out."""
+    by_tensor: dict[int, list[Migration]] = {}
+    for migration in plan.migrations:
+        by_tensor.setdefault(migration.tensor_id, []).append(migration)
+    found: list[Decision] = []
+    for tensor_id, tensor in enumerate(plan.trace.tensors):
+        chosen: list[Migration | None] = [
+            *sorted(by_tensor.get(tensor_id, ()), key=lambda migration: migration.leave)
+        ]
+        for place, choice in enumerate(chosen or [None]):
+            found.append(
+                Decision(
+                    tensor_id=tensor_id,
+                    tensor=tensor,
+                    migration=choice,
+                    when=_when(plan.trace, choice) if choice else "",
+                    stall_ns=0 if place else plan.prediction.stall_ns.get(tensor_id, 0),
+                )
+            )
+    return tuple(found)
+
+
+def _when(trace: StepTrace, migration: Migration) -> str:
+    num_sites = len(trace.sites)
+    start = trace.sites[migration.leave % num_sites]
+    end = trace.sites[migration.needed % num_sites]
+    if migration.needed >= num_sites:
+        return f"{_phase(start.backward)} → next step"
+    if start.backward == end.backward:
+        return f"within {_phase(start.backward)}"
+    return f"{_phase(start.backward)} → {_phase(end.backward)}"
+
+
+def _phase(backward: bool) -> str:
+    return "backward" if backward else "forward"
+
+
+def fold(plan: Plan) -> tuple[Row, ...]:
+    """Decisions with identical layers folded, most bytes first, the staying ones last."""
+    all_decisions = decisions(plan)
+    groups: dict[tuple[object, ...], list[Decision]] = {}
+    for decision in all_decisions:
+        groups.setdefault(_key(decision), []).append(decision)
+    layers = {tensor.layer or tensor.name for tensor in plan.trace.tensors}
+    rows = [_row(group, layers) for group in groups.values()]
+    return tuple(sorted(rows, key=lambda row: (row.tier is None, -row.nbytes, row.layer, row.node)))
+
+
+def _key(decision: Decision) -> tuple[object, ...]:
+    migration, tensor = decision.migration, decision.tensor
+    return (
+        name_template(tensor.layer or tensor.name),
+        node_label(tensor.name, tensor.layer) if tensor.layer else "",
+        tensor.kind,
+        decision.when,
+        (migration.tier, migration.clean, text_template(migration.reason)) if migration else None,
+    )
+
+
+def _row(group: list[Decision], layers: Iterable[str]) -> Row:
+    first = group[0]
+    folded = layer_fold(
+        (decision.tensor.layer or decision.tensor.name for decision in group), layers
+    )
+    migration = first.migration
+    reasons = [d.migration.reason for d in group if d.migration]
+    return Row(
+        layer=folded[0].label,
+        num_layers=folded[0].count,
+        node=node_label(first.tensor.name, first.tensor.layer) if first.tensor.layer else "",
+        num_tensors=len(group),
+        kind=first.tensor.kind,
+        tier=migration.tier if migration else None,
+        clean=migration.clean if migration else False,
+        when=first.when,
+        nbytes=sum(decision.tensor.nbytes for decision in group),
+        stall_ns=sum(decision.stall_ns for decision in group),
+        reason=merge_numbers(reasons) if reasons else "",
+        tensor_ids=tuple(decision.tensor_id for decision in group),
+    )

@@ -1,0 +1,149 @@
+"""A plan on one screen, all of its decisions, or as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from teraplan.hardware import Link, Tier
+from teraplan.plan import Plan
+from teraplan.report.decisions import Row, decisions, fold
+from teraplan.report.memory_chart import memory_chart
+from teraplan.report.summary import covered, step_line, top_stalls
+from teraplan.report.table import TIMES, aligned, shorten
+from teraplan.units import format_bandwidth, format_nbytes, format_ns
+
+_MAX_ROWS = 16
+_KEPT = "stays"
+
+
+def plan_screen(plan: Plan) -> str:
+    """`plan` in at most 45 lines: budgets, peaks, time, memory over the step, folded decisions."""
+    rows = fold(plan)
+    shown = rows if len(rows) <= _MAX_ROWS else rows[: _MAX_ROWS - 1]
+    text = _row_table(shown)
+    if len(shown) < len(rows):
+        rest = rows[len(shown) :]
+        nbytes = sum(row.nbytes for row in rest)
+        text.append(f"… {len(rest)} more rows, {format_nbytes(nbytes)}; --all shows every tensor")
+    return "\n".join([*_head(plan), "", *text])
+
+
+def plan_details(plan: Plan) -> str:
+    """`plan` with every decision on a line of its own, nothing folded."""
+    rows = [("tier", "tensor", "layer", "bytes", "wait", "leave", "gone", "back", "needed", "why")]
+    for decision in decisions(plan):
+        migration, tensor = decision.migration, decision.tensor
+        sites: tuple[str, ...] = ("", "", "", "")
+        if migration:
+            places = (migration.leave, migration.gone, migration.back, migration.needed)
+            sites = tuple(str(place) for place in places)
+        rows.append(
+            (
+                _tier(migration.tier if migration else None, bool(migration and migration.clean)),
+                tensor.name,
+                tensor.layer,
+                format_nbytes(tensor.nbytes),
+                format_ns(decision.stall_ns) if decision.stall_ns else "",
+                sites[0],
+                sites[1],
+                sites[2],
+                sites[3],
+                migration.reason if migration else "",
+            )
+        )
+    return "\n".join([*_head(plan), "", *aligned(rows, "<<<>>>>>>")])
+
+
+def _head(plan: Plan) -> list[str]:
+    lines = [f"Plan: {covered(plan)}", "", *_tier_table(plan), "", f"Step   {step_line(plan)}"]
+    stalls = top_stalls(plan)
+    if stalls:
+        lines.append(f"Waits  {', '.join(stalls)}")
+    caption = "Memory on the device: █ with the plan, ░ without it, --- budget"
+    return [*lines, "", caption, *memory_chart(plan)]
+
+
+def _tier_table(plan: Plan) -> list[str]:
+    budgets, prediction, hardware = plan.budgets, plan.prediction, plan.hardware
+    rows = [
+        ("", "device", "host", "storage"),
+        ("budget", *_sizes(budgets.device_bytes, budgets.host_bytes, budgets.storage_bytes)),
+        (
+            "peak with the plan",
+            *_sizes(
+                prediction.device_peak_bytes,
+                prediction.host_peak_bytes,
+                prediction.storage_peak_bytes,
+            ),
+        ),
+        ("peak without it", format_nbytes(prediction.unlimited_peak_bytes), "", ""),
+        ("out each step", "", *_traffic(prediction.out_bytes)),
+        ("back each step", "", *_traffic(prediction.back_bytes)),
+        ("link out, back", "", _speed(hardware.host_link), _speed(hardware.storage_link)),
+    ]
+    return aligned(rows, "<>>>")
+
+
+def _sizes(*sizes: int) -> tuple[str, ...]:
+    return tuple(format_nbytes(size) for size in sizes)
+
+
+def _traffic(by_tier: dict[Tier, int]) -> tuple[str, str]:
+    host, storage = (format_nbytes(by_tier.get(tier, 0)) for tier in (Tier.HOST, Tier.STORAGE))
+    return host, storage
+
+
+def _speed(link: Link | None) -> str:
+    if link is None:
+        return "none"
+    return f"{format_bandwidth(link.out_bytes_per_s)}, {format_bandwidth(link.back_bytes_per_s)}"
+
+
+def _tier(tier: Tier | None, clean: bool) -> str:
+    if tier is None:
+        return _KEPT
+    return f"{tier} (clean)" if clean else str(tier)
+
+
+def _row_table(rows: Sequence[Row]) -> list[str]:
+    table = [("where", "what", "", "bytes", "wait", "when", "why")]
+    table += [
+        (
+            _tier(row.tier, row.clean),
+            row_label(row),
+            f"{TIMES}{row.num_tensors}" if row.num_tensors > 1 else "",
+            format_nbytes(row.nbytes),
+            format_ns(row.stall_ns) if row.stall_ns else "",
+            row.when,
+            shorten(row.reason, 44),
+        )
+        for row in rows
+    ]
+    return aligned(table, "<<>>>")
+
+
+def row_label(row: Row) -> str:
+    """Layer and role of the tensors of `row`."""
+    return shorten(f"{row.layer} {row.node}".rstrip(), 44)
+
+
+def plan_json(plan: Plan, *, everything: bool = False) -> dict[str, object]:
+    """The facts of `plan_screen` as JSON values; `everything` adds each single decision."""
+    prediction = asdict(plan.prediction)
+    names = [tensor.name for tensor in plan.trace.tensors]
+    prediction["stall_ns"] = {names[i]: ns for i, ns in sorted(plan.prediction.stall_ns.items())}
+    facts: dict[str, object] = {
+        "policy": plan.policy,
+        "device": plan.hardware.device,
+        "budgets": asdict(plan.budgets),
+        "prediction": prediction,
+        "num_tensors": len(names),
+        "num_migrations": len(plan.migrations),
+        "rows": [asdict(row) for row in fold(plan)],
+    }
+    if everything:
+        facts["migrations"] = [
+            {"tensor": names[m.tensor_id], "layer": plan.trace.tensors[m.tensor_id].layer}
+            | asdict(m)
+            for m in plan.migrations
+        ]
+    return facts

@@ -1,0 +1,95 @@
+"""A plan in a few lines: the runtime's banner at the first step and `teraplan.status()`."""
+
+from collections import Counter
+
+from teraplan.hardware import Tier
+from teraplan.plan import Plan
+from teraplan.report.folding import Fold, layer_fold, node_label
+from teraplan.step_trace import Tensor, TensorKind
+from teraplan.units import format_nbytes, format_ns
+
+__all__ = ["Fold", "covered", "layer_fold", "plan_banner", "step_line", "top_stalls"]
+
+_PLURALS = {
+    TensorKind.ACTIVATION: "activations",
+    TensorKind.PARAMETER: "parameters",
+    TensorKind.GRADIENT: "gradients",
+    TensorKind.OPTIMIZER_STATE: "optimizer states",
+}
+
+
+def plan_banner(plan: Plan) -> str:
+    """What `plan` covers, its budgets, peaks, traffic, predicted time and longest waits."""
+    prediction, budgets = plan.prediction, plan.budgets
+    lines = [
+        f"teraplan: {covered(plan)}",
+        f"  device   peak {format_nbytes(prediction.device_peak_bytes)} of "
+        f"{format_nbytes(budgets.device_bytes)}; without the plan "
+        f"{format_nbytes(prediction.unlimited_peak_bytes)}",
+    ]
+    for tier, peak, budget in (
+        (Tier.HOST, prediction.host_peak_bytes, budgets.host_bytes),
+        (Tier.STORAGE, prediction.storage_peak_bytes, budgets.storage_bytes),
+    ):
+        out, back = prediction.out_bytes.get(tier, 0), prediction.back_bytes.get(tier, 0)
+        if peak or out or back:
+            lines.append(
+                f"  {tier:<7}  peak {format_nbytes(peak)} of {format_nbytes(budget)}; "
+                f"each step {format_nbytes(out)} out, {format_nbytes(back)} back"
+            )
+    lines.append(f"  step     {step_line(plan)}")
+    stalls = top_stalls(plan)
+    if stalls:
+        lines.append(f"  waits    {', '.join(stalls)}")
+    return "\n".join(lines)
+
+
+def covered(plan: Plan) -> str:
+    """How many tensors of which kind move, as one sentence."""
+    tensors = plan.trace.tensors
+    moved = {migration.tensor_id for migration in plan.migrations}
+    if not moved:
+        return f"nothing moves, all {len(tensors)} tensors of the step stay on {_device(plan)}"
+    kinds = Counter(tensors[tensor_id].kind for tensor_id in moved)
+    words = ", ".join(f"{count} {_PLURALS[kind]}" for kind, count in kinds.most_common())
+    return (
+        f"{len(moved)} of {len(tensors)} tensors move ({words}); "
+        f'policy "{plan.policy}" on {_device(plan)}'
+    )
+
+
+def _device(plan: Plan) -> str:
+    return plan.hardware.device or "the device"
+
+
+def step_line(plan: Plan) -> str:
+    """Predicted time of the step beside the ideal."""
+    step_ns, ideal_ns = plan.prediction.step_ns, plan.prediction.ideal_ns
+    waiting_ns = step_ns - ideal_ns
+    if waiting_ns <= 0:
+        return f"{format_ns(step_ns)} predicted, all of it computation (the ideal)"
+    percent = f"+{100 * waiting_ns / ideal_ns:.1f} %" if ideal_ns else "ideal unknown"
+    return (
+        f"{format_ns(step_ns)} predicted = {format_ns(ideal_ns)} computation (the ideal) "
+        f"+ {format_ns(waiting_ns)} waiting ({percent})"
+    )
+
+
+def top_stalls(plan: Plan, limit: int = 3) -> list[str]:
+    """The longest waits with the tensors that they are for, longest first."""
+    stalls = sorted(plan.prediction.stall_ns.items(), key=lambda item: (-item[1], item[0]))
+    words = [
+        f"{format_ns(stall_ns)} {tensor_label(plan.trace.tensors[tensor_id])}"
+        for tensor_id, stall_ns in stalls[:limit]
+    ]
+    rest = stalls[limit:]
+    if rest:
+        words.append(f"{format_ns(sum(ns for _, ns in rest))} for {len(rest)} more")
+    return words
+
+
+def tensor_label(tensor: Tensor) -> str:
+    """The layer and role of `tensor` ("blocks.3.mlp gelu"), its name if the layer is unknown."""
+    if not tensor.layer:
+        return tensor.name
+    return f"{tensor.layer} {node_label(tensor.name, tensor.layer)}".rstrip()
