@@ -1,0 +1,297 @@
+"""Accepts or refuses a plan, sharing no code with what makes plans.
+
+Plans come from planners, which may have bugs, and from files that people edited. So everything is
+recomputed here from the trace and the migrations in plain loops: a second opinion, not a fast one.
+A plan that passes never needs more memory than its budgets, whatever the speed of the links; the
+simulated times are only looked at for being possible.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from teraplan.errors import InvalidPlanError
+from teraplan.hardware import Tier
+from teraplan.plan import Migration, Plan
+from teraplan.step_trace import StepTrace, Tensor, TensorKind
+from teraplan.units import format_nbytes
+
+
+class ViolationKind(StrEnum):
+    """What can be wrong with a plan."""
+
+    TRACE = "trace"
+    """The trace itself contradicts itself."""
+    TENSOR = "tensor"
+    """A migration of a tensor that does not exist."""
+    ORDER = "order"
+    """Not leave <= gone < back <= needed."""
+    PERIOD = "period"
+    """The tensor would be away while it is touched, or before or after its life."""
+    OVERLAP = "overlap"
+    """Two migrations of one tensor in one idle period."""
+    CLEAN = "clean"
+    """The tier holds no unmodified copy."""
+    TIER = "tier"
+    """The machine has no such tier, or it is the device."""
+    DEVICE_BUDGET = "device_budget"
+    HOST_BUDGET = "host_budget"
+    STORAGE_BUDGET = "storage_budget"
+    PREDICTION = "prediction"
+    """A predicted number is not what follows from the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One thing that is wrong with a plan."""
+
+    kind: ViolationKind
+    message: str
+    migration: int | None = None
+    """Index into the plan's migrations."""
+    site: int | None = None
+
+
+def require_valid(plan: Plan) -> None:
+    """Does nothing if the plan holds.
+
+    Raises:
+        InvalidPlanError: with the first few violations.
+    """
+    violations = check_plan(plan)
+    if violations:
+        listed = "".join(f"\n  {v.kind}: {v.message}" for v in violations[:5])
+        more = f"\n  and {len(violations) - 5} more" if len(violations) > 5 else ""
+        raise InvalidPlanError(
+            f"the plan breaks {len(violations)} rules:{listed}{more}\n"
+            "correct the migrations named, or plan again"
+        )
+
+
+def check_plan(plan: Plan) -> tuple[Violation, ...]:
+    """Everything that is wrong with `plan`; empty if it can be run."""
+    violations = list(_check_trace(plan.trace))
+    if violations:
+        return tuple(violations)
+    violations += _check_migrations(plan)
+    if violations:  # what follows would only repeat them in harder words
+        return tuple(violations)
+    violations += _check_clean(plan)
+    violations += _check_memory(plan)
+    violations += _check_times(plan)
+    return tuple(violations)
+
+
+def _check_trace(trace: StepTrace) -> Iterator[Violation]:
+    num_sites = len(trace.sites)
+    for site, entry in enumerate(trace.sites):
+        if entry.tensor_id is not None and not 0 <= entry.tensor_id < len(trace.tensors):
+            message = f"site {site} names tensor {entry.tensor_id} of {len(trace.tensors)}"
+            yield Violation(kind=ViolationKind.TRACE, message=message, site=site)
+    for tensor in trace.tensors:
+        last = 0
+        for start, end in tensor.windows:
+            if not last <= start <= end <= num_sites:
+                message = f"{tensor.name} has the window {start} to {end}; {num_sites} sites"
+                yield Violation(kind=ViolationKind.TRACE, message=message)
+            last = end
+        if not tensor.windows or tensor.nbytes < 0:
+            message = f"{tensor.name} has no window or a negative size"
+            yield Violation(kind=ViolationKind.TRACE, message=message)
+
+
+def _check_migrations(plan: Plan) -> Iterator[Violation]:
+    links = {Tier.HOST: plan.hardware.host_link, Tier.STORAGE: plan.hardware.storage_link}
+    seen: dict[tuple[int, int], int] = {}
+    for index, m in enumerate(plan.migrations):
+
+        def wrong(kind: ViolationKind, message: str, index: int = index) -> Violation:
+            return Violation(kind=kind, message=f"migration {index}: {message}", migration=index)
+
+        if not 0 <= m.tensor_id < len(plan.trace.tensors):
+            yield wrong(ViolationKind.TENSOR, f"tensor {m.tensor_id} of {len(plan.trace.tensors)}")
+            continue
+        tensor = plan.trace.tensors[m.tensor_id]
+        if links.get(m.tier) is None:
+            yield wrong(ViolationKind.TIER, f"{tensor.name} moves to {m.tier}, which is not there")
+        if not 0 <= m.leave <= m.gone < m.back <= m.needed:
+            yield wrong(
+                ViolationKind.ORDER,
+                f"{tensor.name} has leave {m.leave}, gone {m.gone}, back {m.back}, "
+                f"needed {m.needed}; the order is leave <= gone < back <= needed",
+            )
+            continue
+        period = _period(tensor, len(plan.trace.sites), m)
+        if period is None:
+            yield wrong(
+                ViolationKind.PERIOD,
+                f"{tensor.name} is away from site {m.leave} to {m.needed}, "
+                f"but is touched in {_format_windows(tensor)}",
+            )
+        elif (m.tensor_id, period) in seen:
+            other = seen[m.tensor_id, period]
+            message = f"{tensor.name} is already moved in this idle period by migration {other}"
+            yield wrong(ViolationKind.OVERLAP, message)
+        else:
+            seen[m.tensor_id, period] = index
+
+
+def _format_windows(tensor: Tensor) -> str:
+    text = ", ".join(f"{start} to {end}" for start, end in tensor.windows[:6])
+    return text + (" and later" if len(tensor.windows) > 6 else "")
+
+
+def _period(tensor: Tensor, num_sites: int, m: Migration) -> int | None:
+    """Number of the idle period that holds the migration, None if there is none."""
+    ends = [end for _, end in tensor.windows]
+    starts = [start for start, _ in tensor.windows[1:]]
+    if tensor.persistent:
+        starts.append(tensor.windows[0][0] + num_sites)
+    for number, (idle_from, idle_to) in enumerate(zip(ends, starts, strict=False)):
+        if idle_from <= m.leave and m.needed <= idle_to:
+            return number
+    return None
+
+
+def _check_clean(plan: Plan) -> Iterator[Violation]:
+    """A copy may be relied on if the tensor was written to that tier before, and has not changed.
+
+    An activation never changes after it was saved. Whether a parameter or a gradient changed
+    between two idle periods is not in the trace, so nothing of theirs counts as unmodified.
+    """
+    written: set[tuple[int, Tier]] = set()
+    order = sorted(range(len(plan.migrations)), key=lambda i: plan.migrations[i].leave)
+    for index in order:
+        m = plan.migrations[index]
+        tensor = plan.trace.tensors[m.tensor_id]
+        if not m.clean:
+            written.add((m.tensor_id, m.tier))
+        elif tensor.kind is not TensorKind.ACTIVATION or tensor.persistent:
+            message = (
+                f"migration {index}: {tensor.name} is a {tensor.kind}, which may have changed "
+                "since it was written"
+            )
+            yield Violation(kind=ViolationKind.CLEAN, message=message, migration=index)
+        elif (m.tensor_id, m.tier) not in written:
+            message = f"migration {index}: no earlier migration wrote {tensor.name} to {m.tier}"
+            yield Violation(kind=ViolationKind.CLEAN, message=message, migration=index)
+
+
+def _add(levels: list[int], start: int, end: int, nbytes: int) -> None:
+    """Adds `nbytes` to the differences `levels` over intervals start .. end-1, modulo the step."""
+    num_sites = len(levels)
+    if start == end:
+        return
+    while start >= num_sites:
+        start, end = start - num_sites, end - num_sites
+    levels[start] += nbytes
+    if end < num_sites:
+        levels[end] -= nbytes
+    elif end > num_sites:
+        levels[0] += nbytes
+        levels[end - num_sites] -= nbytes
+
+
+def _running(levels: list[int]) -> list[int]:
+    total, result = 0, []
+    for level in levels:
+        total += level
+        result.append(total)
+    return result
+
+
+def _resident(plan: Plan, with_migrations: bool) -> list[int]:
+    """Bytes of listed tensors on the device in each interval."""
+    num_sites = len(plan.trace.sites)
+    levels = [0] * num_sites
+    for tensor in plan.trace.tensors:
+        if tensor.persistent:
+            _add(levels, 0, num_sites, tensor.nbytes)
+        else:
+            _add(levels, tensor.windows[0][0], tensor.windows[-1][1], tensor.nbytes)
+    if with_migrations:
+        for m in plan.migrations:
+            _add(levels, m.gone, m.back, -plan.trace.tensors[m.tensor_id].nbytes)
+    return _running(levels)
+
+
+def _occupied(plan: Plan, tier: Tier) -> list[int]:
+    """Bytes in another tier in each interval; a copy stays while a clean migration relies on it."""
+    levels = [0] * len(plan.trace.sites)
+    open_since: dict[int, tuple[int, int]] = {}
+    for m in sorted(plan.migrations, key=lambda m: m.leave):
+        if m.tier is not tier:
+            continue
+        if m.tensor_id in open_since:
+            start, end = open_since[m.tensor_id]
+            if m.clean:
+                open_since[m.tensor_id] = (start, m.needed)
+                continue
+            _add(levels, start, end, plan.trace.tensors[m.tensor_id].nbytes)
+        open_since[m.tensor_id] = (m.leave, m.needed)
+    for tensor_id, (start, end) in open_since.items():
+        _add(levels, start, end, plan.trace.tensors[tensor_id].nbytes)
+    return _running(levels)
+
+
+def _check_memory(plan: Plan) -> Iterator[Violation]:
+    trace, budgets, hardware, said = plan.trace, plan.budgets, plan.hardware, plan.prediction
+    managed = _resident(plan, with_migrations=True)
+    fixed = [trace.state_bytes + site.workspace_bytes for site in trace.sites]
+    device = [a + b for a, b in zip(fixed, managed, strict=True)]
+    unlimited = [a + b for a, b in zip(fixed, _resident(plan, False), strict=True)]
+    host, storage = _occupied(plan, Tier.HOST), _occupied(plan, Tier.STORAGE)
+    limits = (
+        (ViolationKind.DEVICE_BUDGET, device, budgets.device_bytes, hardware.device_capacity_bytes),
+        (ViolationKind.HOST_BUDGET, host, budgets.host_bytes, hardware.host_capacity_bytes),
+        (
+            ViolationKind.STORAGE_BUDGET,
+            storage,
+            budgets.storage_bytes,
+            hardware.storage_capacity_bytes,
+        ),
+    )
+    for kind, curve, budget, capacity in limits:
+        limit = min(budget, capacity)
+        site = max(range(len(curve)), key=curve.__getitem__, default=0)
+        if curve and curve[site] > limit:
+            message = (
+                f"{format_nbytes(curve[site])} at site {site} "
+                f"({_site_name(trace, site)}), {format_nbytes(curve[site] - limit)} over the "
+                f"limit of {format_nbytes(limit)}"
+            )
+            yield Violation(kind=kind, message=message, site=site)
+    yield from _compare("device_peak_bytes", said.device_peak_bytes, max(device, default=0))
+    yield from _compare(
+        "unlimited_peak_bytes", said.unlimited_peak_bytes, max(unlimited, default=0)
+    )
+    yield from _compare("managed_peak_bytes", said.managed_peak_bytes, max(managed, default=0))
+    yield from _compare("host_peak_bytes", said.host_peak_bytes, max(host, default=0))
+    yield from _compare("storage_peak_bytes", said.storage_peak_bytes, max(storage, default=0))
+
+
+def _site_name(trace: StepTrace, site: int) -> str:
+    entry = trace.sites[site]
+    name = "" if entry.tensor_id is None else f" {trace.tensors[entry.tensor_id].name}"
+    return f"{entry.kind}{name} in {entry.graph}"
+
+
+def _compare(name: str, said: int, found: int) -> Iterator[Violation]:
+    if said != found:
+        message = f"{name} is {said} in the plan, {found} follows from its migrations"
+        yield Violation(kind=ViolationKind.PREDICTION, message=message)
+
+
+def _check_times(plan: Plan) -> Iterator[Violation]:
+    said = plan.prediction
+    ideal_ns = sum(site.duration_ns for site in plan.trace.sites)
+    yield from _compare("ideal_ns", said.ideal_ns, ideal_ns)
+    if said.step_ns < ideal_ns:
+        message = f"step_ns is {said.step_ns}, less than the step without waits, {ideal_ns}"
+        yield Violation(kind=ViolationKind.PREDICTION, message=message)
+    for tier in Tier:
+        moved = [m for m in plan.migrations if m.tier is tier]
+        sizes = [plan.trace.tensors[m.tensor_id].nbytes for m in moved]
+        written = sum(n for m, n in zip(moved, sizes, strict=True) if not m.clean)
+        yield from _compare(f"out_bytes of {tier}", said.out_bytes.get(tier, 0), written)
+        yield from _compare(f"back_bytes of {tier}", said.back_bytes.get(tier, 0), sum(sizes))

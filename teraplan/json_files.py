@@ -1,0 +1,226 @@
+"""Strict reading and atomic writing of JSON files that people may have edited or received.
+
+`load_object` bounds what a hostile file can cost (size before reading, nesting, digits) and
+`Node` walks the parsed value: each access checks the type and knows the path of the field, so that
+every refusal says which file and which field, e.g.
+
+    plan.json: migrations[3].tier: "disk" is not one of device, host, storage
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import final
+
+from teraplan.errors import FileFormatError
+
+MAX_FILE_NBYTES = 1 << 30
+"""Larger files are refused unread; a trace of 250 000 sites takes about 40 MB."""
+MAX_INT = (1 << 62) - 1
+"""Bytes and nanoseconds beyond this (146 years) are refused, so that sums of a few fit 64 bits."""
+MAX_TEXT = 1 << 16
+"""Longest name in characters."""
+
+
+def write_object(value: dict[str, object], path: Path) -> None:
+    """Writes `value` to `path` as JSON with sorted keys, in place of what was there or not at all.
+
+    The outer object has one key per line and lists of objects one object per line, so that a
+    person can read the file and a line-based diff means something. Mode 0600 less the umask.
+    """
+    path = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(_lines(value))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+        raise
+
+
+def load_object(path: Path, schema: str, versions: Sequence[int]) -> "Node":
+    """The outer object of a JSON file whose `schema` and `schema_version` are as wanted.
+
+    Raises:
+        FileFormatError: unreadable, too large, not JSON, another schema, an unknown version.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > MAX_FILE_NBYTES:
+                raise FileFormatError(
+                    f"{path}: has {nbytes} bytes; files over {MAX_FILE_NBYTES} are not read"
+                )
+            data = file.read(MAX_FILE_NBYTES + 1)
+    except OSError as error:
+        raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > MAX_FILE_NBYTES:
+        raise FileFormatError(f"{path}: has more than {MAX_FILE_NBYTES} bytes")
+    root = Node(_parse(data, path), f"{path}: ")
+    found = root.get("schema").text()
+    if found != schema:
+        raise FileFormatError(f'{path}: schema: is "{found}", expected "{schema}"')
+    version = root.get("schema_version").integer()
+    if version not in versions:
+        known = ", ".join(str(v) for v in versions)
+        raise FileFormatError(
+            f"{path}: schema_version: is {version}, this teraplan reads {known}; "
+            "use the version of teraplan that wrote the file, or make it again"
+        )
+    return root
+
+
+def _parse(data: bytes, path: Path) -> object:
+    def refuse(token: str) -> object:
+        raise FileFormatError(f"{path}: has the number {token}; only integers are allowed")
+
+    def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise FileFormatError(f'{path}: has the field "{twice}" twice in one object')
+        return result
+
+    try:
+        value: object = json.loads(
+            data.decode("utf-8"),
+            parse_float=refuse,
+            parse_constant=refuse,
+            object_pairs_hook=no_duplicates,
+        )
+    except FileFormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise FileFormatError(f"{path}: is not JSON: {reason}") from error
+    return value
+
+
+def _lines(value: dict[str, object]) -> Iterable[str]:
+    yield "{\n"
+    for index, key in enumerate(sorted(value)):
+        yield ("" if index == 0 else ",\n") + f"{json.dumps(key)}: "
+        yield from _member(value[key])
+    yield "\n}\n"
+
+
+def _member(value: object) -> Iterable[str]:
+    if isinstance(value, dict) and any(isinstance(v, (dict, list)) for v in value.values()):
+        yield from (line.rstrip("\n") if line == "\n}\n" else line for line in _lines(value))
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        yield "[\n"
+        for index, item in enumerate(value):
+            yield ("" if index == 0 else ",\n") + json.dumps(item, sort_keys=True)
+        yield "\n]"
+    else:
+        yield json.dumps(value, sort_keys=True)
+
+
+@final
+class Node:
+    """A JSON value and the path by which it was reached."""
+
+    __slots__ = ("_value", "_where")
+
+    def __init__(self, value: object, where: str) -> None:
+        self._value = value
+        self._where = where
+
+    def fail(self, problem: str) -> FileFormatError:
+        """The error to raise: the path of this value and what is wrong with it."""
+        return FileFormatError(f"{self._where}: {problem}".replace(": : ", ": "))
+
+    def only(self, fields: Iterable[str]) -> "Node":
+        """Itself, after a check that it is an object with no other than these fields."""
+        unknown = self._object().keys() - set(fields)
+        if unknown:
+            raise self.fail(f'unknown field "{min(unknown)}"')
+        return self
+
+    def field_names(self) -> list[str]:
+        """The field names of an object, sorted."""
+        return sorted(self._object())
+
+    def get(self, field: str) -> "Node":
+        """A field of an object."""
+        fields = self._object()
+        if field not in fields:
+            raise self.fail(f'field "{field}" is missing')
+        return Node(fields[field], self._child(field))
+
+    def has(self, field: str) -> bool:
+        """Whether an object has this field."""
+        return field in self._object()
+
+    def items(self) -> list["Node"]:
+        """The items of a list."""
+        items = self._list()
+        return [Node(item, f"{self._where}[{i}]") for i, item in enumerate(items)]
+
+    def integer(self, limit: int = MAX_INT) -> int:
+        """An integer from 0 to `limit`."""
+        value = self._value
+        if type(value) is not int:
+            raise self.fail(f"is {_describe(value)}, expected an integer")
+        if not 0 <= value <= limit:
+            raise self.fail(f"is {_describe(value)}, expected 0 to {limit}")
+        return value
+
+    def flag(self) -> bool:
+        """A true or false."""
+        if type(self._value) is not bool:
+            raise self.fail(f"is {_describe(self._value)}, expected true or false")
+        return self._value
+
+    def text(self, max_length: int = MAX_TEXT) -> str:
+        """A string."""
+        value = self._value
+        if type(value) is not str:
+            raise self.fail(f"is {_describe(value)}, expected a string")
+        if len(value) > max_length:
+            raise self.fail(f"is a string of {len(value)} characters, at most {max_length}")
+        return value
+
+    def integers(self, length: int | None = None, limit: int = MAX_INT) -> tuple[int, ...]:
+        """A list of integers from 0 to `limit`."""
+        items = self._list(length)
+        if all(type(item) is int and 0 <= item <= limit for item in items):
+            return tuple(items)  # type: ignore[arg-type]
+        return tuple(node.integer(limit) for node in self.items())
+
+    def is_null(self) -> bool:
+        """Whether it is null."""
+        return self._value is None
+
+    def _object(self) -> dict[str, object]:
+        if not isinstance(self._value, dict):
+            raise self.fail(f"is {_describe(self._value)}, expected an object")
+        return self._value
+
+    def _list(self, length: int | None = None) -> list[object]:
+        if not isinstance(self._value, list):
+            raise self.fail(f"is {_describe(self._value)}, expected a list")
+        if length is not None and len(self._value) != length:
+            raise self.fail(f"has {len(self._value)} items, expected {length}")
+        return self._value
+
+    def _child(self, field: str) -> str:
+        return self._where + field if self._where.endswith(": ") else f"{self._where}.{field}"
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, (dict, list)):
+        return f"a{'n object' if isinstance(value, dict) else ' list'} of {len(value)}"
+    text = "null" if value is None else json.dumps(value) if type(value) is not int else hex(value)
+    if type(value) is int and abs(value) < 10**30:
+        text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

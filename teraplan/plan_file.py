@@ -1,0 +1,218 @@
+"""Plan <-> JSON, and whether a plan was made for this program.
+
+A plan file stands alone: it holds the trace and the machine that the plan was made for. The part
+that people read and edit is `migrations`, one line each, with the tensor's name:
+
+    {"back": 90, "clean": false, "gone": 12, "leave": 7, "needed": 95, "reason": "idle 1.20 s",
+     "tensor": "g0.c0/gelu_3", "tier": "storage"}
+
+After an edit, `teraplan.check_plan` says whether it still holds.
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+from teraplan.errors import PlanMismatchError
+from teraplan.hardware import Budgets, Hardware, Link, Tier
+from teraplan.json_files import Node, load_object, write_object
+from teraplan.plan import Migration, Plan, Prediction
+from teraplan.step_trace import Fingerprint
+from teraplan.trace_file import decode_trace, encode_trace
+
+SCHEMA = "teraplan.plan"
+# 1 (2026-05): first version.
+SCHEMA_VERSION = 1
+
+_PLAN_FIELDS = ("policy", "budgets", "hardware", "trace", "migrations", "prediction")
+_MIGRATION_FIELDS = ("tensor", "leave", "gone", "back", "needed", "tier", "clean", "reason")
+_BUDGET_FIELDS = ("device_bytes", "host_bytes", "storage_bytes")
+_HARDWARE_FIELDS = (
+    "device",
+    "device_capacity_bytes",
+    "host_capacity_bytes",
+    "storage_capacity_bytes",
+    "host_link",
+    "storage_link",
+)
+_LINK_FIELDS = tuple(field.name for field in fields(Link))
+_PREDICTION_INTS = (
+    "step_ns",
+    "ideal_ns",
+    "device_peak_bytes",
+    "unlimited_peak_bytes",
+    "managed_peak_bytes",
+    "host_peak_bytes",
+    "storage_peak_bytes",
+)
+_PREDICTION_FIELDS = (*_PREDICTION_INTS, "out_bytes", "back_bytes", "stall_ns")
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Writes `plan` to `path`, whole or not at all."""
+    write_object({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **encode_plan(plan)}, path)
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in the file at `path`, not yet checked (`check_plan.require_valid`).
+
+    Raises:
+        FileFormatError: if the file is not such a file; names the field.
+    """
+    root = load_object(path, SCHEMA, (SCHEMA_VERSION,))
+    return decode_plan(root.only(("schema", "schema_version", *_PLAN_FIELDS)))
+
+
+def require_same_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
+    """Does nothing if `plan` was made for the program that `fingerprint` describes.
+
+    Raises:
+        PlanMismatchError: names the first field that differs, and both values.
+    """
+    planned = plan.trace.fingerprint
+    for field in fields(Fingerprint):
+        wanted, found = getattr(planned, field.name), getattr(fingerprint, field.name)
+        if wanted != found:
+            raise PlanMismatchError(
+                f"the plan is for another program: {field.name} is {_short(wanted)} in the plan "
+                f"and {_short(found)} here; plan again (teraplan measures and plans by itself "
+                "when no plan file is given)"
+            )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def encode_plan(plan: Plan) -> dict[str, object]:
+    """The fields of a plan as JSON values, without schema."""
+    names = [tensor.name for tensor in plan.trace.tensors]
+    prediction = plan.prediction
+    stalls = sorted((names[i], ns) for i, ns in prediction.stall_ns.items())
+    return {
+        "policy": plan.policy,
+        "budgets": {name: getattr(plan.budgets, name) for name in _BUDGET_FIELDS},
+        "hardware": _encode_hardware(plan.hardware),
+        "trace": encode_trace(plan.trace),
+        "migrations": [
+            {
+                "tensor": names[m.tensor_id],
+                "leave": m.leave,
+                "gone": m.gone,
+                "back": m.back,
+                "needed": m.needed,
+                "tier": m.tier.value,
+                "clean": m.clean,
+                "reason": m.reason,
+            }
+            for m in plan.migrations
+        ],
+        "prediction": {name: getattr(prediction, name) for name in _PREDICTION_INTS}
+        | {
+            "out_bytes": {tier.value: n for tier, n in prediction.out_bytes.items()},
+            "back_bytes": {tier.value: n for tier, n in prediction.back_bytes.items()},
+            "stall_ns": dict(stalls),
+        },
+    }
+
+
+def decode_plan(node: Node) -> Plan:
+    """The plan that a JSON object encodes; does not look for unknown fields of the outer object."""
+    trace = decode_trace(node.get("trace"))
+    ids = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    limit = 2 * len(trace.sites) + 1
+    budgets = node.get("budgets").only(_BUDGET_FIELDS)
+    return Plan(
+        policy=node.get("policy").text(),
+        budgets=Budgets(**{name: budgets.get(name).integer() for name in _BUDGET_FIELDS}),
+        hardware=_decode_hardware(node.get("hardware")),
+        trace=trace,
+        migrations=tuple(
+            _decode_migration(item, ids, limit) for item in node.get("migrations").items()
+        ),
+        prediction=_decode_prediction(node.get("prediction"), ids),
+    )
+
+
+def _encode_hardware(hardware: Hardware) -> dict[str, object]:
+    def link(value: Link | None) -> dict[str, int] | None:
+        return None if value is None else {name: getattr(value, name) for name in _LINK_FIELDS}
+
+    return {
+        "device": hardware.device,
+        "device_capacity_bytes": hardware.device_capacity_bytes,
+        "host_capacity_bytes": hardware.host_capacity_bytes,
+        "storage_capacity_bytes": hardware.storage_capacity_bytes,
+        "host_link": link(hardware.host_link),
+        "storage_link": link(hardware.storage_link),
+    }
+
+
+def _decode_hardware(node: Node) -> Hardware:
+    node.only(_HARDWARE_FIELDS)
+    return Hardware(
+        device=node.get("device").text(),
+        device_capacity_bytes=node.get("device_capacity_bytes").integer(),
+        host_capacity_bytes=node.get("host_capacity_bytes").integer(),
+        storage_capacity_bytes=node.get("storage_capacity_bytes").integer(),
+        host_link=_decode_link(node.get("host_link")),
+        storage_link=_decode_link(node.get("storage_link")),
+    )
+
+
+def _decode_link(node: Node) -> Link | None:
+    if node.is_null():
+        return None
+    node.only(_LINK_FIELDS)
+    values = {name: node.get(name).integer() for name in _LINK_FIELDS}
+    for name, value in values.items():
+        if value == 0 and name != "latency_ns":
+            raise node.get(name).fail("is 0 bytes per second; write null for a link that is absent")
+    return Link(**values)
+
+
+def _decode_tier(node: Node) -> Tier:
+    if node.text() not in {tier.value for tier in Tier}:
+        raise node.fail(f'"{node.text()}" is not one of {", ".join(Tier)}')
+    return Tier(node.text())
+
+
+def _decode_tensor(node: Node, ids: dict[str, int]) -> int:
+    if node.text() not in ids:
+        raise node.fail(f'"{node.text()}" is no tensor of the trace in this file')
+    return ids[node.text()]
+
+
+def _decode_migration(node: Node, ids: dict[str, int], limit: int) -> Migration:
+    node.only(_MIGRATION_FIELDS)
+    return Migration(
+        tensor_id=_decode_tensor(node.get("tensor"), ids),
+        leave=node.get("leave").integer(limit),
+        gone=node.get("gone").integer(limit),
+        back=node.get("back").integer(limit),
+        needed=node.get("needed").integer(limit),
+        tier=_decode_tier(node.get("tier")),
+        clean=node.get("clean").flag(),
+        reason=node.get("reason").text(),
+    )
+
+
+def _decode_prediction(node: Node, ids: dict[str, int]) -> Prediction:
+    node.only(_PREDICTION_FIELDS)
+    stalls: dict[int, int] = {}
+    stall_node = node.get("stall_ns")
+    for name in stall_node.field_names():
+        if name not in ids:
+            raise stall_node.fail(f'"{name}" is no tensor of the trace in this file')
+        stalls[ids[name]] = stall_node.get(name).integer()
+
+    def by_tier(field: str) -> dict[Tier, int]:
+        tiers = node.get(field).only(tier.value for tier in Tier)
+        return {Tier(name): tiers.get(name).integer() for name in tiers.field_names()}
+
+    return Prediction(
+        **{name: node.get(name).integer() for name in _PREDICTION_INTS},
+        out_bytes=by_tier("out_bytes"),
+        back_bytes=by_tier("back_bytes"),
+        stall_ns=stalls,
+    )

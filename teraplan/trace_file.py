@@ -1,0 +1,204 @@
+"""StepTrace <-> JSON.
+
+    {"schema": "teraplan.trace", "schema_version": 1, "trace": {
+        "fingerprint": {...}, "state_bytes": n,
+        "graph_names": ["g0", ...],
+        "sites": {"kind": "esnd...", "backward": "fffb...",     one letter per site
+                  "graph": [...], "call": [...],                 graph: index into graph_names
+                  "tensor": [...],                               1 + tensor id, 0 for none
+                  "duration_ns": [...], "workspace_bytes": [...]},
+        "tensors": [{"name": ..., "windows": [[2, 2], [5, 6]], ...}, ...]}}
+
+Sites are columns because there may be 250 000 of them; tensors are one object per line.
+"""
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+from teraplan.errors import FileFormatError
+from teraplan.json_files import Node, load_object, write_object
+from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
+
+SCHEMA = "teraplan.trace"
+# 1 (2026-05): first version.
+SCHEMA_VERSION = 1
+
+_LETTERS = {SiteKind.ENTER: "e", SiteKind.SAVE: "s", SiteKind.NEED: "n", SiteKind.DONE: "d"}
+_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+_SITE_COLUMNS = (
+    "kind",
+    "backward",
+    "graph",
+    "call",
+    "tensor",
+    "duration_ns",
+    "workspace_bytes",
+)
+_TENSOR_FIELDS = ("name", "kind", "nbytes", "shape", "dtype", "layer", "windows", "persistent")
+_FINGERPRINT_FIELDS = ("graphs", "shapes", "torch_version", "kernels", "device")
+
+
+def write_trace(trace: StepTrace, path: Path) -> None:
+    """Writes `trace` to `path`, whole or not at all.
+
+    Raises:
+        FileFormatError: if two tensors have one name, since the file tells them by name.
+    """
+    write_object(
+        {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "trace": encode_trace(trace)}, path
+    )
+
+
+def read_trace(path: Path) -> StepTrace:
+    """The trace in the file at `path`.
+
+    Raises:
+        FileFormatError: if the file is not such a file; names the field.
+    """
+    root = load_object(path, SCHEMA, (SCHEMA_VERSION,))
+    return decode_trace(root.only(("schema", "schema_version", "trace")).get("trace"))
+
+
+def encode_trace(trace: StepTrace) -> dict[str, object]:
+    """The JSON object of `trace`, for a file of its own or within a plan."""
+    counts = Counter(tensor.name for tensor in trace.tensors)
+    name, count = counts.most_common(1)[0] if counts else ("", 0)
+    if count > 1:
+        raise FileFormatError(f'trace: "{name}" names {count} tensors; names must be unique')
+    graph_names = sorted({site.graph for site in trace.sites})
+    graph_ids = {name: index for index, name in enumerate(graph_names)}
+    sites = trace.sites
+    fingerprint = trace.fingerprint
+    return {
+        "fingerprint": {
+            "graphs": list(fingerprint.graphs),
+            "shapes": fingerprint.shapes,
+            "torch_version": fingerprint.torch_version,
+            "kernels": fingerprint.kernels,
+            "device": fingerprint.device,
+        },
+        "state_bytes": trace.state_bytes,
+        "graph_names": graph_names,
+        "sites": {
+            "kind": "".join(_LETTERS[site.kind] for site in sites),
+            "backward": "".join("b" if site.backward else "f" for site in sites),
+            "graph": [graph_ids[site.graph] for site in sites],
+            "call": [site.call for site in sites],
+            "tensor": [0 if site.tensor_id is None else site.tensor_id + 1 for site in sites],
+            "duration_ns": [site.duration_ns for site in sites],
+            "workspace_bytes": [site.workspace_bytes for site in sites],
+        },
+        "tensors": [
+            {
+                "name": tensor.name,
+                "kind": tensor.kind.value,
+                "nbytes": tensor.nbytes,
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "layer": tensor.layer,
+                "windows": [list(window) for window in tensor.windows],
+                "persistent": tensor.persistent,
+            }
+            for tensor in trace.tensors
+        ],
+    }
+
+
+def decode_trace(node: Node) -> StepTrace:
+    """The trace that a JSON object encodes."""
+    node.only(("fingerprint", "state_bytes", "graph_names", "sites", "tensors"))
+    tensor_nodes = node.get("tensors").items()
+    sites = _decode_sites(node, len(tensor_nodes))
+    tensors = tuple(_decode_tensor(tensor, len(sites)) for tensor in tensor_nodes)
+    names: set[str] = set()
+    for tensor, tensor_node in zip(tensors, tensor_nodes, strict=True):
+        if tensor.name in names:
+            raise tensor_node.get("name").fail(f'"{tensor.name}" names two tensors')
+        names.add(tensor.name)
+    return StepTrace(
+        fingerprint=_decode_fingerprint(node.get("fingerprint")),
+        state_bytes=node.get("state_bytes").integer(),
+        sites=sites,
+        tensors=tensors,
+    )
+
+
+def _decode_fingerprint(node: Node) -> Fingerprint:
+    node.only(_FINGERPRINT_FIELDS)
+    return Fingerprint(
+        graphs=tuple(item.text() for item in node.get("graphs").items()),
+        shapes=node.get("shapes").text(),
+        torch_version=node.get("torch_version").text(),
+        kernels=node.get("kernels").text(),
+        device=node.get("device").text(),
+    )
+
+
+def _letters(node: Node, allowed: str, length: int | None = None) -> str:
+    letters = node.text(max_length=1 << 26)
+    if length is not None and len(letters) != length:
+        raise node.fail(f"has {len(letters)} letters, expected {length}")
+    unknown = set(letters) - set(allowed)
+    if unknown:
+        raise node.fail(f'has the letter "{min(unknown)}", expected only {", ".join(allowed)}')
+    return letters
+
+
+def _decode_sites(trace: Node, num_tensors: int) -> tuple[Site, ...]:
+    graph_names = [item.text() for item in trace.get("graph_names").items()]
+    node = trace.get("sites").only(_SITE_COLUMNS)
+    kinds = _letters(node.get("kind"), "".join(_KINDS))
+    length = len(kinds)
+    if length and not graph_names:
+        raise trace.get("graph_names").fail("is empty, but there are sites")
+    columns = zip(
+        kinds,
+        _letters(node.get("backward"), "fb", length),
+        node.get("graph").integers(length, limit=max(len(graph_names) - 1, 0)),
+        node.get("call").integers(length),
+        node.get("tensor").integers(length, limit=num_tensors),
+        node.get("duration_ns").integers(length),
+        node.get("workspace_bytes").integers(length),
+        strict=True,
+    )
+    return tuple(
+        Site(
+            kind=_KINDS[kind],
+            graph=graph_names[graph],
+            call=call,
+            backward=backward == "b",
+            tensor_id=tensor - 1 if tensor else None,
+            duration_ns=duration_ns,
+            workspace_bytes=workspace_bytes,
+        )
+        for kind, backward, graph, call, tensor, duration_ns, workspace_bytes in columns
+    )
+
+
+def _decode_tensor(node: Node, num_sites: int) -> Tensor:
+    node.only(_TENSOR_FIELDS)
+    kind = node.get("kind")
+    if kind.text() not in {k.value for k in TensorKind}:
+        raise kind.fail(f'"{kind.text()}" is not one of {", ".join(TensorKind)}')
+    windows_node = node.get("windows")
+    windows: list[tuple[int, int]] = []
+    for item in windows_node.items():
+        start, end = item.integers(2, limit=num_sites)
+        windows.append((start, end))
+    if not windows:
+        raise windows_node.fail("is empty; a tensor is touched at least once")
+    if any(start > end for start, end in windows) or any(
+        left[1] > right[0] for left, right in pairwise(windows)
+    ):
+        raise windows_node.fail("are not ascending ranges [start, end] that do not overlap")
+    return Tensor(
+        name=node.get("name").text(),
+        kind=TensorKind(kind.text()),
+        nbytes=node.get("nbytes").integer(),
+        shape=node.get("shape").integers(),
+        dtype=node.get("dtype").text(),
+        layer=node.get("layer").text(),
+        windows=tuple(windows),
+        persistent=node.get("persistent").flag(),
+    )
