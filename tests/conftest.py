@@ -1,0 +1,23 @@
+"""What all tests share: tests marked `gpu` are skipped, with the reason, where there is no GPU."""
+
+import functools
+
+import pytest
+
+
+@functools.cache
+def why_no_gpu() -> str:
+    """The reason why tests marked `gpu` cannot run here, "" if they can."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible"
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test marked `gpu` where there is none."""
+    if item.get_closest_marker("gpu") and why_no_gpu():
+        pytest.skip(why_no_gpu())
