@@ -1,0 +1,78 @@
+"""One arena file as the queue sees it: blocks go out, blocks come back, the file grows.
+
+The base class is all that a back end has to be; the queue, the extents, the checksums' bookkeeping
+and the errors' wording are shared.
+"""
+
+import errno
+import logging
+import os
+from abc import ABC, abstractmethod
+
+import xxhash
+
+from teraplan.runtime.storage.memory import view
+
+_log = logging.getLogger(__name__)
+_CANNOT_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+
+
+class ShortTransferError(OSError):
+    """The file ended before all bytes came back; in an OSError's clothes for the worker."""
+
+    def __init__(self, expected: int, got: int) -> None:
+        super().__init__(errno.EIO, f"the file ended after {got} of {expected} bytes")
+
+
+class Arena(ABC):
+    """A growing file. Methods may be called from several threads at once.
+
+    Attributes:
+        path: how bytes reach the disk, as shown to people: "posix O_DIRECT".
+        memory_alignment: addresses of chunks are multiples of it.
+        block_bytes: file offsets and lengths of chunks are multiples of it.
+        takes_device_memory: addresses are those of the accelerator, not of the host.
+    """
+
+    path: str
+    memory_alignment: int
+    block_bytes: int
+    takes_device_memory: bool = False
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    @abstractmethod
+    def write(self, address: int, nbytes: int, offset: int) -> None:
+        """Writes all of memory [address, +nbytes) to the file at `offset`, or raises OSError."""
+
+    @abstractmethod
+    def read(self, address: int, nbytes: int, offset: int) -> None:
+        """Reads all of `nbytes` at `offset` of the file into memory, or raises OSError."""
+
+    def checksum(self, address: int, nbytes: int) -> int:
+        """64-bit fingerprint of memory [address, address + nbytes)."""
+        return xxhash.xxh3_64_intdigest(view(address, nbytes))
+
+    def grow(self, size_bytes: int, nbytes: int) -> None:
+        """Makes the file of `size_bytes` longer by `nbytes`, with blocks behind it.
+
+        Raises:
+            OSError: ENOSPC, EDQUOT or EFBIG; the file is then as before.
+        """
+        try:
+            os.posix_fallocate(self.fd, size_bytes, nbytes)
+        except OSError as error:
+            if error.errno not in _CANNOT_FALLOCATE:
+                os.ftruncate(self.fd, size_bytes)  # a part may have been reserved
+                raise
+            _log.debug("file system cannot preallocate; a full disk will show in a write")
+            os.ftruncate(self.fd, size_bytes + nbytes)
+
+    def close(self) -> None:
+        """Closes, and as the file has no name thereby deletes it. Call it with no I/O running."""
+        os.close(self.fd)
+
+    def forget(self) -> None:
+        """In a forked child: closes the child's own copy of the descriptor, nothing else."""
+        os.close(self.fd)

@@ -1,0 +1,94 @@
+"""Moves one chunk: checksum, transfer, comparison, and errors that name what failed."""
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+from teraplan.errors import IntegrityError, StorageError, StorageFullError
+from teraplan.run_record import Direction
+from teraplan.runtime.storage.arena import Arena
+from teraplan.runtime.storage.transfers import Chunk
+from teraplan.units import format_nbytes
+
+_log = logging.getLogger(__name__)
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def move(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
+    """Writes or reads `chunk`, as its transfer says.
+
+    Raises:
+        StorageError: the system call failed; names tensor, directory, offset and cause.
+        IntegrityError: the bytes differ from those that were written, also when read again.
+    """
+    if chunk.transfer.after is not None:
+        chunk.transfer.after()
+    try:
+        if chunk.transfer.direction is Direction.OUT:
+            _write(arena, chunk, checksum=checksum)
+        else:
+            _read(arena, chunk, directory, checksum=checksum)
+    except IntegrityError:
+        raise
+    except OSError as error:
+        raise _named(error, chunk, directory) from error
+
+
+def _write(arena: Arena, chunk: Chunk, *, checksum: bool) -> None:
+    if chunk.index == 0:
+        chunk.record.keep_ends(chunk.record_address)
+    if not chunk.nbytes:
+        return
+    if checksum:
+        chunk.record.checksums[chunk.index] = arena.checksum(chunk.address, chunk.nbytes)
+    arena.write(chunk.address, chunk.nbytes, chunk.offset)
+
+
+def _read(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
+    if chunk.index == 0:
+        chunk.record.restore_ends(chunk.record_address)
+    if not chunk.nbytes:
+        return
+    arena.read(chunk.address, chunk.nbytes, chunk.offset)
+    if checksum:
+        _verify(arena, chunk, directory)
+
+
+def _verify(arena: Arena, chunk: Chunk, directory: Path) -> None:
+    expected = chunk.record.checksums[chunk.index]
+    for attempt in ("first", "second"):
+        found = arena.checksum(chunk.address, chunk.nbytes)
+        if found == expected:
+            return
+        _log.warning(
+            "checksum of %s at offset %d in %s differs on the %s read",
+            *(chunk.transfer.label, chunk.offset, directory, attempt),
+        )
+        if attempt == "first":  # a flip on the way back, not on the disk, is gone the second time
+            arena.read(chunk.address, chunk.nbytes, chunk.offset)
+    raise IntegrityError(
+        f"{chunk.transfer.label}: {format_nbytes(chunk.nbytes)} at offset {chunk.offset} of the "
+        f"spill file in {directory} came back changed (checksum {found:016x}, written "
+        f"{expected:016x}); the disk, its driver or the memory is faulty, or the tensor was "
+        "changed while it was being written"
+    )
+
+
+def _named(error: OSError, chunk: Chunk, directory: Path) -> StorageError:
+    is_write = chunk.transfer.direction is Direction.OUT
+    kind = StorageFullError if is_write and error.errno in FULL else StorageError
+    text = error.strerror or str(error)
+    cause = f"{errno.errorcode.get(error.errno or 0, 'error')}: {text}"
+    named = kind(
+        f"{chunk.transfer.label}: {'write' if is_write else 'read'} of "
+        f"{format_nbytes(chunk.nbytes)} at offset {chunk.offset} of the spill file in "
+        f"{directory} failed ({cause})" + (_full_advice(directory) if is_write else "")
+    )
+    named.errno = error.errno
+    return named
+
+
+def _full_advice(directory: Path) -> str:
+    facts = os.statvfs(directory)
+    return f"; {format_nbytes(facts.f_bavail * facts.f_frsize)} are free there"

@@ -1,0 +1,111 @@
+"""Opens the arena of a directory by the best way it allows, and says what it had to settle for."""
+
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from teraplan.errors import FallbackRefusedError, StorageUnusableError
+from teraplan.runtime.storage.arena import Arena
+from teraplan.runtime.storage.arena_file import check_directory, open_unnamed
+from teraplan.runtime.storage.file_system import DiskFacts, available_bytes, disk_facts
+from teraplan.runtime.storage.posix_arena import BufferedArena, DirectArena
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedDirectory:
+    """A directory whose arena is open."""
+
+    directory: Path
+    arena: Arena
+    disk: DiskFacts
+    fallbacks: tuple[str, ...]
+    """What is not as it should be here, one sentence each."""
+
+
+def open_directory(directory: Path, *, path: str, strict: bool) -> OpenedDirectory:
+    """An open arena in `directory`. `path` is "posix", "kvikio-host" or "kvikio-gds".
+
+    Raises:
+        StorageUnusableError: no file can be made there.
+        FallbackRefusedError: `strict`, and it would not be direct I/O on a disk.
+    """
+    check_directory(directory)
+    disk = disk_facts(directory)
+    fallbacks = _about_disk(directory, disk)
+    _refuse_if(strict, fallbacks)
+    fd = open_unnamed(directory)
+    try:
+        arena, refusal = _open_arena(fd, path)
+        if refusal:
+            fallbacks += (f"{directory} uses buffered I/O: {refusal}",)
+        _refuse_if(strict, fallbacks)
+    except BaseException:
+        os.close(fd)
+        raise
+    for fallback in fallbacks:
+        _log.warning("storage: %s", fallback)
+    return OpenedDirectory(directory=directory, arena=arena, disk=disk, fallbacks=fallbacks)
+
+
+def _refuse_if(strict: bool, fallbacks: tuple[str, ...]) -> None:
+    if strict and fallbacks:
+        raise FallbackRefusedError("; ".join(fallbacks))
+
+
+def _open_arena(fd: int, path: str) -> tuple[Arena, str]:
+    assert path == "posix", f"no back end named {path}"
+    opened = DirectArena.try_open(fd)
+    if isinstance(opened, str):
+        return BufferedArena(fd), opened
+    return opened, ""
+
+
+def _about_disk(directory: Path, disk: DiskFacts) -> tuple[str, ...]:
+    if disk.in_ram:
+        return (
+            f"{directory} is on {disk.file_system}, which is RAM: what is spilled there saves no "
+            "memory; name a directory on a disk",
+        )
+    if disk.over_network:
+        return (
+            f"{directory} is on {disk.file_system}, not on a local disk: it may be slow or stall; "
+            "name a directory on a local disk",
+        )
+    return ()
+
+
+def default_directory() -> Path:
+    """A directory on a real disk for spill files: the one with the most free space.
+
+    Candidates are $TMPDIR, /var/tmp, /tmp, the user's cache directory and the current directory;
+    of several on one disk the first is taken.
+
+    Raises:
+        StorageUnusableError: none of them is writable and on a disk.
+    """
+    usable: dict[str, Path] = {}
+    for candidate in _candidates():
+        try:
+            check_directory(candidate)
+            disk = disk_facts(candidate)
+        except OSError as error:
+            _log.debug("not a default storage directory: %s", error)
+            continue
+        if not disk.in_ram and not disk.over_network:
+            usable.setdefault(disk.device, candidate)
+    if not usable:
+        names = ", ".join(str(candidate) for candidate in _candidates())
+        raise StorageUnusableError(
+            f"none of {names} is a writable directory on a local disk; name a storage directory"
+        )
+    return max(usable.values(), key=available_bytes)
+
+
+def _candidates() -> tuple[Path, ...]:
+    home_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    named = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    return (named, Path("/var/tmp"), Path("/tmp"), home_cache, Path.cwd())

@@ -1,0 +1,33 @@
+"""Views of raw memory: the only place that turns an address into something Python can read."""
+
+import ctypes
+from collections.abc import Callable
+from typing import cast
+
+_PYBUF_WRITE = 0x200
+
+# PyMemoryView_FromMemory makes a plain byte view without copying and without making a new ctypes
+# array type for every size. `pythonapi` holds the GIL, as this function needs.
+_prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_from_memory = cast(
+    "Callable[[int, int, int], memoryview]",
+    _prototype(("PyMemoryView_FromMemory", ctypes.pythonapi)),
+)
+
+
+def view(address: int, nbytes: int) -> memoryview:
+    """Writable byte view of host memory [address, address + nbytes).
+
+    The view owns nothing: the caller keeps the memory alive while the view is used.
+    """
+    return _from_memory(address, nbytes, _PYBUF_WRITE)
+
+
+def copy_out(address: int, nbytes: int) -> bytes:
+    """Copy of `nbytes` bytes of host memory at `address`."""
+    return ctypes.string_at(address, nbytes)
+
+
+def copy_in(address: int, content: bytes) -> None:
+    """Puts `content` into host memory at `address`."""
+    ctypes.memmove(address, content, len(content))

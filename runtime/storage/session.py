@@ -1,0 +1,273 @@
+"""The storage of one session: put, get, drop and wait over one or several directories."""
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from teraplan.errors import ConfigError, StorageError, StorageFullError
+from teraplan.runtime.storage.directories import OpenedDirectory, open_directory
+from teraplan.runtime.storage.file_system import available_bytes
+from teraplan.runtime.storage.store import Store
+from teraplan.runtime.storage.transfers import Record, Transfer
+
+_log = logging.getLogger(__name__)
+PATHS = ("auto", "posix", "kvikio-host", "kvikio-gds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreInfo:
+    """One storage directory as it is used, for banner, status and reports."""
+
+    directory: Path
+    path: str
+    """How bytes reach the disk: "posix O_DIRECT", "posix buffered", "kvikio host", "kvikio GDS"."""
+    file_system: str
+    disk: str
+    device: str
+    free_bytes: int
+    """What can still be put there: free on disk, and free in the spill file."""
+    used_bytes: int
+    written_bytes: int
+    read_bytes: int
+    fallbacks: tuple[str, ...]
+
+
+class Storage:
+    """Spilled tensors on disk. Open it with `Storage.open`, close it with `close` or `with`.
+
+    All methods may be called from any thread. In a forked child (a DataLoader worker) `drop` and
+    `close` do nothing and the rest raises: the files belong to the process that opened them.
+    """
+
+    def __init__(
+        self, opened: Sequence[OpenedDirectory], *, checksum: bool, deadline_s: float
+    ) -> None:
+        self._opened = tuple(opened)
+        self._deadline_s = deadline_s
+        self._owner_pid = os.getpid()
+        self._closed = False
+        self._closing = threading.Lock()
+        self._stores = tuple(
+            Store(one.directory, one.arena, index=index, checksum=checksum)
+            for index, one in enumerate(opened)
+        )
+        _open_sessions.append(self)
+
+    @classmethod
+    def open(
+        cls,
+        directories: Sequence[Path],
+        *,
+        checksum: bool = True,
+        deadline_s: float = 60.0,
+        strict: bool = False,
+        path: str = "auto",
+    ) -> "Storage":
+        """A storage over `directories`, each with its own file, queue and threads.
+
+        `path` is one of "auto", "posix", "kvikio-host" and "kvikio-gds".
+
+        Raises:
+            ConfigError: no directory, or an unknown path.
+            StorageUnusableError: a directory is missing, not a directory, or not writable.
+            FallbackRefusedError: `strict`, and a directory is no disk or cannot do direct I/O.
+        """
+        if not directories:
+            raise ConfigError("no storage directory was named")
+        if path not in PATHS:
+            raise ConfigError(f"{path!r} is no storage path; use one of {', '.join(PATHS)}")
+        chosen = "posix" if path == "auto" else path
+        opened: list[OpenedDirectory] = []
+        try:
+            for directory in directories:
+                opened.append(open_directory(Path(directory), path=chosen, strict=strict))
+        except BaseException:
+            for one in opened:
+                one.arena.close()
+            raise
+        _say_shared_disks(opened)
+        return cls(opened, checksum=checksum, deadline_s=deadline_s)
+
+    def __enter__(self) -> "Storage":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def takes_device_memory(self) -> bool:
+        """Whether addresses given to `put` and `get` are those of the accelerator (GDS)."""
+        return self._stores[0].arena.takes_device_memory
+
+    @property
+    def stores(self) -> tuple[StoreInfo, ...]:
+        """The directories as they are used now."""
+        return tuple(
+            _info(opened, store) for opened, store in zip(self._opened, self._stores, strict=True)
+        )
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes of the files that records take."""
+        return sum(store.room()[0] for store in self._stores)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that can still be put: free on each disk once, and free in each file."""
+        on_disks = {one.disk.device: available_bytes(one.directory) for one in self._opened}
+        return sum(on_disks.values()) + sum(store.room()[1] for store in self._stores)
+
+    def put(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        owner: object,
+        label: str,
+        after: Callable[[], object] | None = None,
+    ) -> Record:
+        """Queues the write of memory [address, address + nbytes) and returns at once.
+
+        `owner` keeps the memory alive; it is let go when the write has ended, before
+        `record.write.done`. Nobody may change the memory until then. A worker calls `after`
+        (an event's `synchronize`) before it touches the memory, once for each chunk.
+
+        Raises:
+            StorageFullError: no directory has room; nothing has been queued.
+        """
+        self._check_process(label)
+        full: StorageFullError | None = None
+        for store in self._by_load():
+            try:
+                return store.put(address, nbytes, owner=owner, label=label, after=after)
+            except StorageFullError as error:
+                full = error
+        assert full is not None, "a storage has at least one directory"
+        raise full
+
+    def get(
+        self,
+        record: Record,
+        address: int,
+        *,
+        owner: object,
+        urgent: bool = False,
+        after: Callable[[], object] | None = None,
+    ) -> Transfer:
+        """Queues the read of `record` into memory at `address` and returns at once.
+
+        `address % record.alignment` must equal `record.address_remainder`. `owner` keeps the
+        memory alive and is let go when the read has ended. If the record is still being written,
+        the read follows the write; if that failed, so does this.
+        """
+        self._check_process(record.write.label)
+        store = self._stores[record.store_index]
+        return store.get(record, address, owner=owner, urgent=urgent, after=after)
+
+    def drop(self, record: Record) -> None:
+        """Gives the record's room back, when its I/O has ended. Any time, any number of times."""
+        if os.getpid() == self._owner_pid and not self._closed:
+            self._stores[record.store_index].drop(record)
+
+    def wait(self, transfer: Transfer, *, what: str) -> int:
+        """Nanoseconds waited until `transfer` ended; what is waited for goes first in its queue.
+
+        Raises:
+            DeadlineError: nothing of it moved for the deadline; names tensor, store, queue.
+            StorageError: it failed; IntegrityError if the bytes came back changed.
+        """
+        if transfer.done:
+            if transfer.error is not None:
+                raise transfer.error
+            return 0
+        self._check_process(transfer.label)
+        store = next(s for s in self._stores if str(s.directory) == transfer.store)
+        return store.wait(transfer, what=what, deadline_s=self._deadline_s)
+
+    def close(self) -> None:
+        """Ends running I/O, fails queued I/O, joins the threads, deletes the files."""
+        with self._closing:
+            if self._closed or os.getpid() != self._owner_pid:
+                return
+            self._closed = True
+        for store in self._stores:
+            store.close(self._deadline_s)
+        _open_sessions.remove(self)
+
+    def _by_load(self) -> list[Store]:
+        # The shortest queue first; of idle ones the one with the most room in proportion.
+        if len(self._stores) == 1:
+            return list(self._stores)
+        return sorted(self._stores, key=lambda store: (store.pending_bytes, _fullness(store)))
+
+    def _check_process(self, label: str) -> None:
+        if os.getpid() != self._owner_pid:
+            raise StorageError(
+                f"{label}: the storage belongs to process {self._owner_pid} and cannot be used "
+                f"in its forked child {os.getpid()}"
+            )
+
+    def _forget_in_child(self) -> None:
+        for store in self._stores:
+            store.arena.forget()
+
+
+def _fullness(store: Store) -> float:
+    taken, free = store.room()
+    return taken / (taken + free + available_bytes(store.directory) + 1)
+
+
+def _info(opened: OpenedDirectory, store: Store) -> StoreInfo:
+    taken, free = store.room()
+    return StoreInfo(
+        directory=opened.directory,
+        path=opened.arena.path,
+        file_system=opened.disk.file_system,
+        disk=opened.disk.disk,
+        device=opened.disk.device,
+        free_bytes=available_bytes(opened.directory) + free,
+        used_bytes=taken,
+        written_bytes=store.written_bytes,
+        read_bytes=store.read_bytes,
+        fallbacks=opened.fallbacks,
+    )
+
+
+def _say_shared_disks(opened: Sequence[OpenedDirectory]) -> None:
+    first_on: dict[str, Path] = {}
+    for one in opened:
+        first = first_on.setdefault(one.disk.device, one.directory)
+        if first != one.directory:
+            _log.warning(
+                "storage: %s and %s are on the same disk (%s): together they are no faster",
+                *(first, one.directory, one.disk.disk or one.disk.device),
+            )
+
+
+# The two hooks below can only be set for the whole process, so this list has to be, too.
+_open_sessions: list[Storage] = []
+
+
+def _close_all() -> None:
+    for session in list(_open_sessions):
+        session.close()
+
+
+def _forget_all_in_child() -> None:
+    for session in _open_sessions:
+        session._forget_in_child()
+    _open_sessions.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -1,0 +1,73 @@
+"""Room for records in one arena file, which grows in steps and never shrinks."""
+
+from pathlib import Path
+
+from teraplan.errors import StorageError, StorageFullError
+from teraplan.runtime.storage.arena import Arena
+from teraplan.runtime.storage.chunk_io import FULL
+from teraplan.runtime.storage.extents import GRANULE_BYTES, ExtentAllocator, round_up
+from teraplan.runtime.storage.file_system import available_bytes
+from teraplan.units import MIB, format_nbytes
+
+GROW_BYTES = 256 * MIB
+
+
+class Space:
+    """Extents of `arena`. Not thread safe: the store locks."""
+
+    def __init__(self, directory: Path, arena: Arena) -> None:
+        self._directory = directory
+        self._arena = arena
+        self._extents = ExtentAllocator(max(GRANULE_BYTES, arena.block_bytes))
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes in extents of records."""
+        return self._extents.taken_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the file that no record has."""
+        return self._extents.free_bytes
+
+    def take(self, nbytes: int, label: str) -> int:
+        """Offset of a new extent for the record `label`.
+
+        Raises:
+            StorageFullError: the disk is full; nothing has changed.
+        """
+        missing = self._extents.missing_bytes(nbytes)
+        if missing:
+            self._grow(missing, nbytes, label)
+        return self._extents.take(nbytes)
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Frees the extent of a record."""
+        self._extents.give_back(offset, nbytes)
+
+    def _grow(self, missing: int, nbytes: int, label: str) -> None:
+        # A whole step if the disk has it, else exactly what is missing.
+        whole = max(missing, round_up(GROW_BYTES, self._extents.granule_bytes))
+        cause: OSError | None = None
+        for step in (whole, missing):
+            try:
+                self._arena.grow(self._extents.size_bytes, step)
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise StorageError(
+                        f"{label}: the spill file in {self._directory} cannot grow by "
+                        f"{format_nbytes(step)}: {error.strerror}"
+                    ) from error
+                cause = error
+            else:
+                self._extents.extend(step)
+                return
+        assert cause is not None, "the loop above returned, raised or set a cause"
+        full = StorageFullError(
+            f"{label}: needs {format_nbytes(nbytes)} in {self._directory}, where "
+            f"{format_nbytes(available_bytes(self._directory))} are free on disk and "
+            f"{format_nbytes(self.free_bytes)} in the spill file ({cause.strerror}); "
+            "free space there, name another storage directory, or lower the storage budget"
+        )
+        full.errno = cause.errno
+        raise full from cause

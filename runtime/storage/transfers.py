@@ -1,0 +1,183 @@
+"""What is under way: a Record lies in a store, a Transfer moves it, in Chunks.
+
+    address                                     address + nbytes
+    | head |          body, in chunks          | tail |      head, tail: copies in RAM
+           |  chunk 0  |  chunk 1  | .. |                    body: straight to the file
+
+Direct I/O wants aligned memory. A tensor is where it is, so what lies before the first aligned
+address and after the last whole block (a few KiB at most) stays in RAM and no byte of the body is
+copied. It comes back without a copy, too, if it lands at an address with the same remainder.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+from teraplan.errors import StorageError
+from teraplan.run_record import Direction
+from teraplan.runtime.storage.memory import copy_in, copy_out
+from teraplan.units import MIB
+
+CHUNK_BYTES = 8 * MIB
+"""Smaller chunks cost twice the CPU per byte, larger ones make urgent reads wait longer."""
+
+
+class Transfer:
+    """One record on its way out or back. Times are those of `time.perf_counter_ns`."""
+
+    __slots__ = (
+        "__weakref__",
+        "_done",
+        "after",
+        "direction",
+        "end_ns",
+        "error",
+        "label",
+        "nbytes",
+        "num_chunks_left",
+        "owner",
+        "progress_ns",
+        "queued_ns",
+        "record",
+        "start_ns",
+        "store",
+        "urgent",
+    )
+
+    def __init__(
+        self,
+        *,
+        label: str,
+        nbytes: int,
+        direction: Direction,
+        store: str,
+        owner: object,
+        after: Callable[[], object] | None,
+    ) -> None:
+        self.label = label
+        self.nbytes = nbytes
+        self.direction = direction
+        self.store = store
+        self.owner = owner
+        """Keeps the memory alive; None as soon as the transfer has ended."""
+        self.after = after
+        """Called by a worker before it touches the memory, e.g. an event's `synchronize`."""
+        self.queued_ns = perf_counter_ns()
+        self.start_ns = 0
+        self.end_ns = 0
+        self.progress_ns = self.queued_ns
+        self.error: StorageError | None = None
+        self.urgent = False
+        self.num_chunks_left = 0
+        self.record: Record | None = None
+        """The record while the transfer is under way (later it would be a reference cycle)."""
+        self._done = False
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else "done" if self._done else "under way"
+        return f"<Transfer {self.direction} {self.label!r} {self.nbytes} B {state}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or with `error`; its owner has then been let go."""
+        return self._done
+
+    def mark_done(self) -> None:
+        """Ends it: times, and everything it held is let go."""
+        self.end_ns = perf_counter_ns()
+        self.start_ns = self.start_ns or self.end_ns
+        self.owner = self.after = self.record = None
+        self._done = True
+
+
+class Record:
+    """Bytes that lie in a store.
+
+    Attributes:
+        nbytes: how many.
+        alignment: a landing address modulo this must equal `address_remainder`.
+        write: the transfer that put it there.
+    """
+
+    __slots__ = (
+        "_head",
+        "_head_bytes",
+        "_tail",
+        "_tail_bytes",
+        "address_remainder",
+        "alignment",
+        "body_bytes",
+        "checksums",
+        "dropped",
+        "nbytes",
+        "num_chunks",
+        "num_under_way",
+        "offset",
+        "store_index",
+        "waiting_reads",
+        "write",
+    )
+
+    def __init__(self, address: int, nbytes: int, *, alignment: int, block_bytes: int) -> None:
+        self.nbytes = nbytes
+        self.alignment = alignment
+        self.address_remainder = address % alignment
+        self._head_bytes = min(-address % alignment, nbytes)
+        self.body_bytes = (nbytes - self._head_bytes) // block_bytes * block_bytes
+        self._tail_bytes = nbytes - self._head_bytes - self.body_bytes
+        self._head = self._tail = b""
+        self.offset = 0
+        self.num_chunks = max(1, -(-self.body_bytes // CHUNK_BYTES))
+        self.checksums = [0] * self.num_chunks
+        self.store_index = 0
+        self.num_under_way = 0
+        self.dropped = False
+        self.waiting_reads: list[tuple[Transfer, int]] = []
+        """Reads, with their addresses, that came while the write was still queued."""
+        self.write: Transfer
+
+    def keep_ends(self, address: int) -> None:
+        """Copies head and tail of the memory at `address` into the record."""
+        if self._head_bytes:
+            self._head = copy_out(address, self._head_bytes)
+        if self._tail_bytes:
+            self._tail = copy_out(address + self.nbytes - self._tail_bytes, self._tail_bytes)
+
+    def restore_ends(self, address: int) -> None:
+        """Copies head and tail back into the memory at `address`."""
+        if self._head_bytes:
+            copy_in(address, self._head)
+        if self._tail_bytes:
+            copy_in(address + self.nbytes - self._tail_bytes, self._tail)
+
+    def chunks(self, transfer: Transfer, address: int) -> Iterator["Chunk"]:
+        """The body's parts, for `transfer` with the record's memory at `address`.
+
+        There is at least one, so that the ends, too, are copied by a worker after `after`.
+        """
+        for index in range(self.num_chunks):
+            start = index * CHUNK_BYTES
+            yield Chunk(
+                transfer=transfer,
+                record=self,
+                index=index,
+                record_address=address,
+                address=address + self._head_bytes + start,
+                offset=self.offset + start,
+                nbytes=min(CHUNK_BYTES, self.body_bytes - start),
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class Chunk:
+    """What one worker moves in one piece."""
+
+    transfer: Transfer
+    record: Record
+    index: int
+    record_address: int
+    address: int
+    offset: int
+    nbytes: int
+    taken: bool = False
+    """Set when a worker has it: a promoted chunk is in two queues."""

@@ -1,0 +1,42 @@
+"""The chunks that wait for a worker: urgent first, then reads, then writes, each in order."""
+
+from collections import deque
+from collections.abc import Iterable
+
+from teraplan.run_record import Direction
+from teraplan.runtime.storage.transfers import Chunk, Transfer
+
+
+class WorkQueue:
+    """Not thread safe: the store locks."""
+
+    def __init__(self) -> None:
+        self._urgent: deque[Chunk] = deque()
+        self._reads: deque[Chunk] = deque()
+        self._writes: deque[Chunk] = deque()
+
+    def __len__(self) -> int:
+        queued = [*self._urgent, *self._reads, *self._writes]
+        return len({id(chunk) for chunk in queued if not chunk.taken})
+
+    def add(self, transfer: Transfer, chunks: Iterable[Chunk]) -> None:
+        """Queues the chunks of `transfer`."""
+        (self._urgent if transfer.urgent else self._of(transfer)).extend(chunks)
+
+    def promote(self, transfer: Transfer) -> None:
+        """Puts what is queued of `transfer` before everything that is not urgent."""
+        # The chunks stay in their old queue as well, where `taken` makes workers pass over them.
+        self._urgent.extend(c for c in self._of(transfer) if c.transfer is transfer)
+
+    def take(self) -> Chunk | None:
+        """The next chunk, None if none is queued."""
+        for queue in (self._urgent, self._reads, self._writes):
+            while queue:
+                chunk = queue.popleft()
+                if not chunk.taken:
+                    chunk.taken = True
+                    return chunk
+        return None
+
+    def _of(self, transfer: Transfer) -> deque[Chunk]:
+        return self._reads if transfer.direction is Direction.BACK else self._writes
