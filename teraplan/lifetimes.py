@@ -76,22 +76,6 @@ class Lifetimes:
         """Bytes per interval of tensors that are alive and idle: the most that can be elsewhere."""
         return managed_curve(self.trace) - touched_curve(self.trace)
 
-    def islands(self) -> list[tuple[int, int]]:
-        """The stretches of sites [first, last) that idle periods cover, joined where they overlap.
-
-        What is moved in one island is independent of what is moved in another. A step with a period
-        that wraps is one island.
-        """
-        if np.any(self.end > self.num_sites):
-            return [(0, self.num_sites)]
-        found: list[tuple[int, int]] = []
-        for start, end in zip(self.start.tolist(), self.end.tolist(), strict=True):
-            if found and start < found[-1][1]:
-                found[-1] = (found[-1][0], max(found[-1][1], end))
-            else:
-                found.append((start, end))
-        return found
-
 
 def site_times(trace: StepTrace) -> Ints:
     """When each site is reached without waits, for two steps and their end, in ns."""

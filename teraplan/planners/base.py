@@ -1,0 +1,123 @@
+"""What a planner is given, and what it returns.
+
+A planner is a function from a `Problem` to the migrations of a plan. It may assume that the problem
+passed `require_feasible`: the device budget is at least the least one, and the other tiers together
+can hold what has to be elsewhere. The registry adds the prediction and lets nothing out that the
+independent checker refuses.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from teraplan.errors import InfeasibleBudgetError
+from teraplan.hardware import Budgets, Hardware, Link, Tier
+from teraplan.lifetimes import Lifetimes
+from teraplan.memory_curve import Curve, LeastBudget, least_budget
+from teraplan.plan import Migration
+from teraplan.step_trace import StepTrace
+from teraplan.units import format_nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """A step to be planned, and what there is to plan with."""
+
+    trace: StepTrace
+    hardware: Hardware
+    lifetimes: Lifetimes
+    device: Curve
+    """Bytes on the device per interval if nothing moves."""
+    idle: Curve
+    """Of those, bytes that could be elsewhere."""
+    limit_bytes: int
+    """The most bytes on the device: the lower of budget and capacity."""
+    tier_bytes: dict[Tier, int]
+    """The most bytes in each other tier that the machine has, fastest way back first."""
+    links: dict[Tier, Link]
+    least: LeastBudget
+
+    @classmethod
+    def of(cls, trace: StepTrace, hardware: Hardware, budgets: Budgets) -> "Problem":
+        """The problem of planning `trace` within `budgets`."""
+        lifetimes = Lifetimes.of(trace)
+        links = {
+            tier: link
+            for tier, link in (
+                (Tier.HOST, hardware.host_link),
+                (Tier.STORAGE, hardware.storage_link),
+            )
+            if link is not None
+        }
+        room = {
+            Tier.HOST: min(budgets.host_bytes, hardware.host_capacity_bytes),
+            Tier.STORAGE: min(budgets.storage_bytes, hardware.storage_capacity_bytes),
+        }
+        by_speed = sorted(links, key=lambda tier: -links[tier].back_bytes_per_s)
+        return cls(
+            trace=trace,
+            hardware=hardware,
+            lifetimes=lifetimes,
+            device=lifetimes.device_curve(),
+            idle=lifetimes.idle_curve(),
+            limit_bytes=min(budgets.device_bytes, hardware.device_capacity_bytes),
+            tier_bytes={tier: room[tier] for tier in by_speed},
+            links=links,
+            least=least_budget(trace),
+        )
+
+    def pressure(self, limit_bytes: int | None = None) -> Curve:
+        """Bytes over the limit per interval, at most what can be elsewhere there."""
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        return np.clip(self.device - limit, 0, self.idle)
+
+
+Planner = Callable[[Problem], tuple[Migration, ...]]
+
+
+def require_feasible(problem: Problem) -> None:
+    """Does nothing if the budgets can hold the step as far as sums of bytes tell.
+
+    Raises:
+        InfeasibleBudgetError: says which site needs how much, and the least budget.
+    """
+    least, limit = problem.least, problem.limit_bytes
+    if limit < least.nbytes:
+        raise InfeasibleBudgetError(
+            f"the device budget of {format_nbytes(limit)} is "
+            f"{format_nbytes(least.nbytes - limit)} too small even if everything that can move "
+            f"does: {least.describe(problem.trace)}. "
+            f"Set the device budget to at least {format_nbytes(least.nbytes)} "
+            f"({least.nbytes} bytes), or use a smaller batch",
+            least_budget_bytes=least.nbytes,
+        )
+    pressure = problem.pressure()
+    if not pressure.size:
+        return
+    site = int(pressure.argmax())
+    need, room = int(pressure[site]), sum(problem.tier_bytes.values())
+    if need > room:
+        raise InfeasibleBudgetError(
+            f"{format_nbytes(need)} must be elsewhere at site {site} to keep the device budget of "
+            f"{format_nbytes(limit)}, but there is room for {_rooms(problem)}. "
+            f"Raise host_bytes or storage_bytes by {format_nbytes(need - room)}, or the device "
+            f"budget to {format_nbytes(limit + need - room)} ({limit + need - room} bytes)",
+            least_budget_bytes=limit + need - room,
+        )
+
+
+def no_placement(problem: Problem) -> InfeasibleBudgetError:
+    """The error for budgets that are not refuted by sums, but for which no plan was found."""
+    need = int(problem.pressure().max(initial=0))
+    return InfeasibleBudgetError(
+        f"found no plan that keeps {format_nbytes(need)} in {_rooms(problem)}: tensors are moved "
+        "whole, and these do not fit together. Raise host_bytes, storage_bytes or the device "
+        f"budget (its least is {format_nbytes(problem.least.nbytes)} with enough storage)",
+        least_budget_bytes=problem.least.nbytes,
+    )
+
+
+def _rooms(problem: Problem) -> str:
+    rooms = [f"{format_nbytes(n)} in {tier}" for tier, n in problem.tier_bytes.items()]
+    return " and ".join(rooms) if rooms else "no other tier (the hardware has no link)"

@@ -1,0 +1,199 @@
+"""The planner "teraplan": many ways to place transfers, each simulated and repaired from its waits.
+
+    pressure -> victims (5 orders) -> tiers (3 spreads) -> placement (3 paces) -> simulate
+        ^                                                       |                    |
+        +---- more bytes away before the sites that wait <------+-- real times <-----+
+
+Only what is over the budget is moved. The simulation of the best attempt says where the computation
+waits: there, later attempts ask for more free memory, so that copies in can start earlier, and they
+place transfers by the times of sites as they are with the waits. The search ends when an attempt
+meets the lower bound (`bound`) or its number of attempts, which depends on the size of the step
+alone, is used up. So the same input always gives the same plan.
+
+To make more memory never slower, plans for smaller budgets are tried too: those at the eighths of
+the way from the least budget to the unlimited peak that lie below the budget, if the bound does not
+rule them out. So a budget at or above such an eighth is never slower than the eighth itself.
+"""
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from teraplan.bound import step_bound_ns
+from teraplan.lifetimes import Ints
+from teraplan.memory_curve import Curve, peak
+from teraplan.plan import Migration
+from teraplan.planners.base import Problem, no_placement
+from teraplan.planners.placement import (
+    EAGER,
+    JUST_IN_TIME,
+    RELAXED,
+    Moves,
+    Pace,
+    place,
+    with_reasons,
+)
+from teraplan.planners.tiers import Spread, assign
+from teraplan.planners.victims import ORDERS, Order, choose
+from teraplan.run_record import Direction
+from teraplan.simulate import Simulator, Timing
+
+_PACES = (EAGER, JUST_IN_TIME, RELAXED)
+_RUNGS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Attempt:
+    """A simulated plan and how it was made."""
+
+    cost: tuple[int, int]
+    """Time of the step in ns, then bytes moved: less is better."""
+    migrations: tuple[Migration, ...]
+    timing: Timing
+    order: Order
+    spread: Spread
+    pace: Pace
+
+
+def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
+    """The migrations of the fastest plan found.
+
+    Raises:
+        InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
+    """
+    if not problem.pressure().any():
+        return ()
+    simulator = Simulator(problem.trace, problem.hardware)
+    best = _Search(problem, simulator).run()
+    for rung in _rungs(problem):
+        lower = replace(problem, limit_bytes=rung)
+        if best is not None and _bound(lower) >= best.cost[0]:
+            break
+        found = _Search(lower, simulator).run()
+        if found is not None and (best is None or found.cost < best.cost):
+            best = found
+    if best is None:
+        raise no_placement(problem)
+    return with_reasons(problem, best.migrations)
+
+
+def _bound(problem: Problem) -> int:
+    return step_bound_ns(problem.lifetimes, problem.hardware, problem.pressure())
+
+
+def _rungs(problem: Problem) -> list[int]:
+    """Budgets below that of the problem whose plans are tried too, largest first."""
+    least, most = problem.least.nbytes, peak(problem.device)
+    rungs = [least + (most - least) * i // _RUNGS for i in range(_RUNGS)]
+    return [rung for rung in reversed(rungs) if rung < problem.limit_bytes]
+
+
+@final
+class _Search:
+    """The attempts for one budget."""
+
+    def __init__(self, problem: Problem, simulator: Simulator) -> None:
+        self._problem = problem
+        self._simulator = simulator
+        self._bound = _bound(problem)
+        self._left = max(12, min(60, 400_000 // (len(problem.lifetimes) + 1)))
+        self._best: _Attempt | None = None
+        self._seen: set[tuple[object, ...]] = set()
+        two_tiers = len(problem.links) > 1
+        self._spreads = tuple(Spread) if two_tiers else (Spread.SLOW_FIRST,)
+
+    def run(self) -> _Attempt | None:
+        """The best attempt; None if nothing fits into the other tiers."""
+        pressure = self._problem.pressure()
+        ideal = self._problem.lifetimes.site_ns
+        for order in ORDERS:
+            for spread in self._spreads:
+                self._try(pressure, order, spread, EAGER, ideal)
+        if self._best is None:
+            return None
+        for pace in _PACES[1:]:
+            self._try(pressure, self._best.order, self._best.spread, pace, ideal)
+        self._repair(pressure)
+        for part in (16, 8, 4, 2, 1):
+            reserve = (self._problem.limit_bytes - self._problem.least.nbytes) // part
+            more = self._problem.pressure(self._problem.limit_bytes - reserve)
+            best = self._best
+            self._try(more, best.order, best.spread, best.pace, self._arrive(best))
+        return self._best
+
+    def _repair(self, pressure: Curve) -> None:
+        """Asks for memory where the best attempt waits, as long as that helps."""
+        extra = np.zeros_like(pressure)
+        misses = 0
+        while misses < 4 and self._best is not None and not self._done():
+            before = self._best
+            extra += self._missing(before)
+            wanted = np.minimum(pressure + extra, self._problem.idle)
+            for pace in _PACES:
+                self._try(wanted, before.order, before.spread, pace, self._arrive(before))
+                self._try(pressure, before.order, before.spread, pace, self._arrive(before))
+            misses = 0 if self._best.cost < before.cost else misses + 1
+
+    def _missing(self, attempt: _Attempt) -> Curve:
+        """Bytes per interval that, had they been free, would have shortened the waits."""
+        problem = self._problem
+        num_sites = problem.lifetimes.num_sites
+        extra = np.zeros(num_sites, dtype=np.int64)
+        site_ns = attempt.timing.site_ns
+        for wait in attempt.timing.waits:
+            m = attempt.migrations[wait.migration]
+            nbytes = problem.trace.tensors[m.tensor_id].nbytes
+            link = problem.links[m.tier]
+            if wait.direction is Direction.BACK:
+                moved = min(nbytes, wait.duration_ns * link.back_bytes_per_s // 10**9)
+                back = min(m.back, num_sites) if m.back <= wait.site else 0
+                early = site_ns[back] - wait.duration_ns
+                first = max(int(np.searchsorted(site_ns, early, side="right")) - 1, 0)
+                extra[first : max(wait.site, first + 1)] += moved
+            else:
+                moved = min(nbytes, wait.duration_ns * link.out_bytes_per_s // 10**9)
+                late = site_ns[wait.site + 1] + wait.duration_ns
+                last = min(int(np.searchsorted(site_ns, late)), num_sites)
+                extra[wait.site : max(last, wait.site + 1)] += moved
+        return extra
+
+    def _arrive(self, attempt: _Attempt) -> Ints:
+        """Times of sites in two steps, with the waits of an attempt."""
+        once = attempt.timing.site_ns
+        return np.concatenate([once, once[1:] + once[-1]])
+
+    def _done(self) -> bool:
+        return self._left <= 0 or (self._best is not None and self._best.cost[0] <= self._bound)
+
+    def _try(self, pressure: Curve, order: Order, spread: Spread, pace: Pace, arrive: Ints) -> None:
+        """Makes, simulates and perhaps keeps one plan; nothing if the search is over."""
+        if self._done():
+            return
+        periods = self._problem.lifetimes
+        rows = choose(periods, pressure, order(periods, pressure))
+        moves = None if rows is None else assign(self._problem, rows, spread)
+        if moves is None or not self._is_new(moves, pace, arrive):
+            return
+        self._left -= 1
+        migrations = place(self._problem, moves, arrive, pace)
+        timing = self._simulator.run(migrations)
+        sizes = periods.nbytes[moves.rows]
+        attempt = _Attempt(
+            cost=(timing.step_ns, int(sizes.sum())),
+            migrations=migrations,
+            timing=timing,
+            order=order,
+            spread=spread,
+            pace=pace,
+        )
+        if self._best is None or attempt.cost < self._best.cost:
+            self._best = attempt
+
+    def _is_new(self, moves: Moves, pace: Pace, arrive: Ints) -> bool:
+        key = hashlib.blake2b(moves.rows.tobytes() + arrive.tobytes()).hexdigest()
+        if (key, moves.tiers, pace) in self._seen:
+            return False
+        self._seen.add((key, moves.tiers, pace))
+        return True

@@ -1,0 +1,125 @@
+"""Which idle periods to spend elsewhere, so that enough bytes are away wherever there is pressure.
+
+This is multi-covering of a line by intervals: in each interval of the step, the periods chosen
+must together have at least as many bytes as there are over the budget. For tensors of one size,
+going from left to right and taking the period that ends last, of those that cover a place where
+bytes are missing, moves the fewest bytes (Belady's rule). Other orders win where sizes, speeds and
+gaps differ, so the planner tries several and simulates.
+"""
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from teraplan.lifetimes import Ints, Lifetimes
+from teraplan.memory_curve import Curve
+from teraplan.planners.room import Room
+
+Floats = npt.NDArray[np.float64]
+Order = Callable[[Lifetimes, Curve], Floats]
+
+
+def farthest_use(periods: Lifetimes, pressure: Curve) -> Floats:
+    """Belady: the next use is the latest."""
+    return periods.end.astype(np.float64)
+
+
+def longest_idle(periods: Lifetimes, pressure: Curve) -> Floats:
+    """The most computation passes meanwhile: the transfers have the most time."""
+    return periods.idle_ns.astype(np.float64)
+
+
+def largest(periods: Lifetimes, pressure: Curve) -> Floats:
+    """The most bytes: the fewest transfers."""
+    return periods.nbytes.astype(np.float64)
+
+
+def first_saved(periods: Lifetimes, pressure: Curve) -> Floats:
+    """Idle first, so that the copy out can start first."""
+    return -periods.start.astype(np.float64)
+
+
+def longest_pressed(periods: Lifetimes, pressure: Curve) -> Floats:
+    """The most time of pressure is covered per byte moved."""
+    num_sites = periods.num_sites
+    duration = np.diff(periods.site_ns)
+    pressed = np.tile(pressure > 0, 2) * duration
+    total: Floats = np.concatenate([np.zeros(1), np.cumsum(pressed, dtype=np.float64)])
+    assert len(total) == 2 * num_sites + 1, "two steps"
+    covered: Floats = total[periods.end] - total[periods.start]
+    return covered
+
+
+ORDERS: tuple[Order, ...] = (farthest_use, longest_idle, longest_pressed, first_saved, largest)
+
+
+def choose(
+    periods: Lifetimes, pressure: Curve, score: Floats, allowed: npt.NDArray[np.bool_] | None = None
+) -> Ints | None:
+    """Rows of periods that together cover `pressure`, none of them superfluous; ascending.
+
+    Goes through the intervals from left to right; where bytes are missing it takes the period with
+    the highest score that covers the place, the larger of equals. None if `allowed` is too few.
+    """
+    taken = _sweep(periods, pressure, score, allowed)
+    return None if taken is None else _without_superfluous(periods, pressure, score, taken)
+
+
+def _sweep(
+    periods: Lifetimes,
+    pressure: Curve,
+    score: Floats,
+    allowed: npt.NDArray[np.bool_] | None,
+) -> list[int] | None:
+    num_sites = periods.num_sites
+    start, end, nbytes = periods.start.tolist(), periods.end.tolist(), periods.nbytes.tolist()
+    rank = np.empty(len(start), dtype=np.int64)
+    rank[np.lexsort((periods.start, -periods.nbytes, -score))] = np.arange(len(start))
+    ranks = rank.tolist()
+    usable = [True] * len(start) if allowed is None else allowed.tolist()
+    heap = [(ranks[row], row) for row in range(len(start)) if end[row] > num_sites and usable[row]]
+    heapq.heapify(heap)
+    taken: list[int] = []
+    chosen = [False] * len(start)
+    change = [0] * (num_sites + 1)
+    """Bytes that become covered at each site by what was taken before it."""
+    covered, next_row = 0, 0
+    for site, missing in enumerate(pressure.tolist()):
+        covered += change[site]
+        while next_row < len(start) and start[next_row] <= site:
+            if usable[next_row] and not chosen[next_row]:
+                heapq.heappush(heap, (ranks[next_row], next_row))
+            next_row += 1
+        while covered < missing:
+            if not heap:
+                return None
+            row = heapq.heappop(heap)[1]
+            last = end[row] if start[row] <= site else end[row] - num_sites
+            if last <= site or chosen[row]:
+                continue
+            chosen[row] = True
+            taken.append(row)
+            covered += nbytes[row]
+            change[min(last, num_sites)] -= nbytes[row]
+            if start[row] > site:
+                change[min(start[row], num_sites)] += nbytes[row]
+    return taken
+
+
+def _without_superfluous(
+    periods: Lifetimes, pressure: Curve, score: Floats, taken: list[int]
+) -> Ints:
+    room = Room(-pressure)
+    start, end, nbytes = periods.start, periods.end, periods.nbytes
+    for row in taken:
+        room.add(int(start[row]), int(end[row]), int(nbytes[row]))
+    # the worst first: what goes out must be worth least
+    keep = set(taken)
+    for row in sorted(taken, key=lambda row: (score[row], nbytes[row], -start[row], row)):
+        first, last, size = int(start[row]), int(end[row]), int(nbytes[row])
+        if room.least(first, last) >= size:
+            room.add(first, last, -size)
+            keep.discard(row)
+    return np.array(sorted(keep), dtype=np.int64)
