@@ -57,16 +57,16 @@ def make_trace() -> StepTrace:
     saved: dict[int, int] = {}
     windows: dict[int, tuple[int, int]] = {}
     for block in range(NUM_BLOCKS):
-        sites.touch(SiteKind.ENTER, block, False, None, 2.0)
+        sites.touch(SiteKind.ENTER, block, False, None, 8.0)
         for part in range(2):
             tensor = 2 * block + part
-            saved[tensor] = sites.touch(SiteKind.SAVE, block, False, tensor, 3.0)
+            saved[tensor] = sites.touch(SiteKind.SAVE, block, False, tensor, 12.0)
     for block in reversed(range(NUM_BLOCKS)):
-        sites.touch(SiteKind.ENTER, block, True, None, 0.5)
+        sites.touch(SiteKind.ENTER, block, True, None, 2.0)
         for part in (1, 0):
             tensor = 2 * block + part
-            need = sites.touch(SiteKind.NEED, block, True, tensor, 6.0)
-            windows[tensor] = (need, sites.touch(SiteKind.DONE, block, True, tensor, 1.0))
+            need = sites.touch(SiteKind.NEED, block, True, tensor, 24.0)
+            windows[tensor] = (need, sites.touch(SiteKind.DONE, block, True, tensor, 4.0))
     tensors = tuple(
         Tensor(
             name=f"g0.c{block}/{node}_{part}",
@@ -114,7 +114,7 @@ def make_migrations(trace: StepTrace, num_blocks: int = 9) -> tuple[Migration, .
                 tensor_id=tensor_id,
                 leave=leave,
                 gone=leave + (9 if mlp else 2),
-                back=needed - (9 if mlp else 3),
+                back=needed - (3 if not mlp else 9 if tensor_id < 14 else 2),
                 needed=needed,
                 tier=Tier.STORAGE if mlp else Tier.HOST,
                 reason=f"idle {idle_ms:.0f} ms over the peak",
@@ -144,7 +144,7 @@ def make_plan(num_blocks: int = 9, budget: int = int(2.75 * GIB), policy: str = 
         trace=trace,
         migrations=migrations,
         prediction=Prediction(
-            step_ns=trace.duration_ns + 6 * MS,
+            step_ns=trace.duration_ns + 37_500_000,
             ideal_ns=trace.duration_ns,
             device_peak_bytes=peak(device_curve(trace, migrations)),
             unlimited_peak_bytes=peak(device_curve(trace)),
@@ -153,7 +153,7 @@ def make_plan(num_blocks: int = 9, budget: int = int(2.75 * GIB), policy: str = 
             storage_peak_bytes=moved[Tier.STORAGE],
             out_bytes=moved,
             back_bytes=moved,
-            stall_ns={17: 4 * MS, 15: 2 * MS},
+            stall_ns={17: 18_800_000, 15: 18_700_000},
         ),
     )
 

@@ -1,0 +1,12 @@
+"""Colours of pictures: those of Okabe and Ito, which any colour vision can tell apart."""
+
+INK = "#222222"
+MUTED = "#6b6b6b"
+PLAN = "#0072B2"
+WITHOUT = "#8c8c8c"
+OUT = "#E69F00"
+BACK = "#009E73"
+WAIT = "#D55E00"
+FORWARD_WORK = "#b9bec4"
+BACKWARD_WORK = "#8e959d"
+BACKWARD_SHADE = "#f4f3ef"

@@ -1,0 +1,210 @@
+"""What changed from one plan to another: budgets, prediction, and decisions, folded."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from teraplan.hardware import Tier
+from teraplan.plan import Migration, Plan
+from teraplan.report.folding import layer_fold, name_template, node_label
+from teraplan.report.table import TIMES, aligned, shorten
+from teraplan.step_trace import StepTrace, Tensor
+from teraplan.units import format_nbytes, format_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A number or word that differs between two plans."""
+
+    name: str
+    before: str
+    after: str
+    difference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionChange:
+    """A decision that one plan has and the other has not, or that both have otherwise."""
+
+    what: str
+    """ "added", "removed", "storage to host", "sites" or "reason"."""
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors together."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChanges:
+    """Everything that differs between two plans."""
+
+    facts: tuple[Change, ...]
+    decisions: tuple[DecisionChange, ...]
+
+    @property
+    def any(self) -> bool:
+        """Whether anything differs."""
+        return bool(self.facts or self.decisions)
+
+
+def plan_changes(before: Plan, after: Plan) -> PlanChanges:
+    """What is different in `after`; tensors are matched by name."""
+    return PlanChanges(facts=_facts(before, after), decisions=_decisions(before, after))
+
+
+def _facts(before: Plan, after: Plan) -> tuple[Change, ...]:
+    changes: list[Change] = []
+
+    def word(name: str, old: str, new: str) -> None:
+        if old != new:
+            changes.append(Change(name=name, before=old, after=new, difference=""))
+
+    def number(name: str, old: int, new: int, show: Callable[[int], str]) -> None:
+        if old != new:
+            sign = "+" if new > old else "-"
+            percent = f" ({sign}{100 * abs(new - old) / old:.1f} %)" if old else ""
+            difference = f"{sign}{show(abs(new - old))}{percent}"
+            changes.append(
+                Change(name=name, before=show(old), after=show(new), difference=difference)
+            )
+
+    word("policy", before.policy, after.policy)
+    word("program", _program(before), _program(after))
+    word("device", before.hardware.device, after.hardware.device)
+    if before.hardware != after.hardware and before.hardware.device == after.hardware.device:
+        word("machine", "capacities or links", "others")
+    for (name, old), (_, new) in zip(_numbers(before), _numbers(after), strict=True):
+        number(name, old, new, format_ns if name.endswith("time") else format_nbytes)
+    return tuple(changes)
+
+
+def _program(plan: Plan) -> str:
+    fingerprint = plan.trace.fingerprint
+    graphs = ",".join(graph[:8] for graph in fingerprint.graphs[:3])
+    more = f" and {len(fingerprint.graphs) - 3} more" if len(fingerprint.graphs) > 3 else ""
+    return f"graphs {graphs}{more}, shapes {fingerprint.shapes[:8]}, {fingerprint.torch_version}"
+
+
+def _numbers(plan: Plan) -> tuple[tuple[str, int], ...]:
+    budgets, prediction = plan.budgets, plan.prediction
+    moved = [
+        (f"{tier} bytes {way}", by_tier.get(tier, 0))
+        for tier in (Tier.HOST, Tier.STORAGE)
+        for way, by_tier in (("out", prediction.out_bytes), ("back", prediction.back_bytes))
+    ]
+    return (
+        ("device budget", budgets.device_bytes),
+        ("host budget", budgets.host_bytes),
+        ("storage budget", budgets.storage_bytes),
+        ("step time", prediction.step_ns),
+        ("ideal time", prediction.ideal_ns),
+        ("device peak", prediction.device_peak_bytes),
+        ("unlimited peak", prediction.unlimited_peak_bytes),
+        ("host peak", prediction.host_peak_bytes),
+        ("storage peak", prediction.storage_peak_bytes),
+        *moved,
+        ("waiting time", sum(prediction.stall_ns.values())),
+    )
+
+
+def _decisions(before: Plan, after: Plan) -> tuple[DecisionChange, ...]:
+    old, new = _by_period(before), _by_period(after)
+    groups: dict[tuple[str, str, str], list[Tensor]] = {}
+    for key in [*old, *(key for key in new if key not in old)]:
+        what = _difference(old.get(key), new.get(key))
+        if what:
+            tensor = (new.get(key) or old[key])[0]
+            template = name_template(tensor.layer or tensor.name)
+            node = node_label(tensor.name, tensor.layer) if tensor.layer else ""
+            groups.setdefault((what, template, node), []).append(tensor)
+    changes = [
+        DecisionChange(what=what, tensors=tuple(tensors))
+        for (what, _, _), tensors in groups.items()
+    ]
+    return tuple(sorted(changes, key=lambda change: -change.nbytes))
+
+
+def _by_period(plan: Plan) -> dict[tuple[str, int], tuple[Tensor, Migration]]:
+    """Migrations by tensor name and number of the inactive period of that tensor."""
+    found: dict[tuple[str, int], tuple[Tensor, Migration]] = {}
+    for migration in plan.migrations:
+        tensor = plan.trace.tensors[migration.tensor_id]
+        found[tensor.name, _period(plan.trace, migration)] = (tensor, migration)
+    return found
+
+
+def _period(trace: StepTrace, migration: Migration) -> int:
+    windows = trace.tensors[migration.tensor_id].windows
+    return sum(end <= migration.leave for _, end in windows)
+
+
+def _difference(old: tuple[Tensor, Migration] | None, new: tuple[Tensor, Migration] | None) -> str:
+    if old is None or new is None:
+        added = new or old
+        assert added is not None, "a change has a migration on one side"
+        return f"{'added' if old is None else 'removed'} ({added[1].tier})"
+    before, after = old[1], new[1]
+    if before.tier != after.tier:
+        return f"{before.tier} → {after.tier}"
+    if before.clean != after.clean:
+        return "no longer written" if after.clean else "written again"
+    if _sites(before) != _sites(after):
+        return "other sites"
+    return ""
+
+
+def _sites(migration: Migration) -> tuple[int, int, int, int]:
+    return migration.leave, migration.gone, migration.back, migration.needed
+
+
+def changes_text(changes: PlanChanges, layers: Sequence[str]) -> str:
+    """`changes` for people; `layers` are all layers, so that a fold can say which are meant."""
+    if not changes.any:
+        return "The plans are equal."
+    blocks: list[list[str]] = []
+    if changes.facts:
+        rows = [("", "before", "after", "")]
+        rows += [(c.name, c.before, c.after, c.difference) for c in changes.facts]
+        blocks.append(aligned(rows, "<>><"))
+    if changes.decisions:
+        table = [("decision", "tensors", "", "bytes")]
+        table += [_decision_row(change, layers) for change in changes.decisions]
+        blocks.append(aligned(table, "<<>>"))
+    else:
+        blocks.append(["The decisions are equal."])
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _decision_row(change: DecisionChange, layers: Sequence[str]) -> tuple[str, str, str, str]:
+    first = change.tensors[0]
+    node = node_label(first.name, first.layer) if first.layer else ""
+    folded = layer_fold((tensor.layer or tensor.name for tensor in change.tensors), layers)
+    count = len(change.tensors)
+    return (
+        change.what,
+        shorten(f"{folded[0].label} {node}".rstrip(), 56),
+        f"{TIMES}{count}" if count > 1 else "",
+        format_nbytes(change.nbytes),
+    )
+
+
+def all_layers(*plans: Plan) -> tuple[str, ...]:
+    """Layers (names where there are none) of all tensors of `plans`."""
+    return tuple(tensor.layer or tensor.name for plan in plans for tensor in plan.trace.tensors)
+
+
+def changes_json(changes: PlanChanges) -> dict[str, object]:
+    """`changes` as JSON values."""
+    return {
+        "equal": not changes.any,
+        "facts": [asdict(change) for change in changes.facts],
+        "decisions": [
+            {
+                "change": change.what,
+                "tensors": [tensor.name for tensor in change.tensors],
+                "nbytes": change.nbytes,
+            }
+            for change in changes.decisions
+        ],
+    }
