@@ -1,0 +1,126 @@
+"""What a command is, and what all of them share: exit codes, output, reading of their inputs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from teraplan.check_plan import require_valid
+from teraplan.errors import FileFormatError
+from teraplan.plan import Plan
+from teraplan.plan_file import read_plan
+from teraplan.report.drawing import Drawing, draw_plan, draw_run
+from teraplan.report.table import to_ascii
+from teraplan.run_file import SCHEMA as RUNS_SCHEMA
+from teraplan.run_file import read_runs
+from teraplan.run_record import RunRecord
+from teraplan.simulate import prediction_of, simulate
+
+DONE, NO, BAD_INPUT = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One word after `teraplan`."""
+
+    name: str
+    summary: str
+    """A few words for the list of commands."""
+    description: str
+    example: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def emit(text: str) -> None:
+    """Prints `text`, in ASCII where the terminal cannot show more."""
+    encoding = sys.stdout.encoding or "ascii"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = to_ascii(text)
+    print(text)
+
+
+def emit_json(value: dict[str, object]) -> None:
+    """Prints `value` as JSON."""
+    print(json.dumps(value, indent=2, sort_keys=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A plan file or run file, ready to be drawn."""
+
+    plan: Plan
+    planned: Drawing
+    actual: Drawing | None
+
+
+def read_plan_or_runs(path: Path) -> tuple[Plan, tuple[RunRecord, ...]]:
+    """The plan in a plan file or run file, and the steps that ran under it.
+
+    Raises:
+        FileFormatError: if it is neither.
+    """
+    return read_runs(path) if _holds_runs(path) else (read_plan(path), ())
+
+
+def _holds_runs(path: Path) -> bool:
+    """Whether the schema of run files is named in the file; reading it strictly decides."""
+    try:
+        with path.open("rb") as file:
+            return any(f'"{RUNS_SCHEMA}"'.encode() in line for line in file)
+    except OSError as error:
+        raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_drawn(path: Path, step: int | None) -> Drawn:
+    """What `timeline` and `plot` draw; the plan is checked and simulated.
+
+    Args:
+        path: of a plan file or run file.
+        step: number of the step to be drawn from a run file; None is the last.
+
+    Raises:
+        FileFormatError: if the file is neither, its plan does not hold, or it lacks the step.
+    """
+    plan, runs = read_plan_or_runs(path)
+    require_valid(plan)
+    simulation = simulate(plan.trace, plan.hardware, plan.migrations)
+    # A person may have edited the migrations: what is drawn must fit together.
+    plan = replace(plan, prediction=prediction_of(simulation))
+    run = _choose(runs, step, path)
+    return Drawn(
+        plan=plan,
+        planned=draw_plan(plan, simulation),
+        actual=draw_run(plan, run) if run else None,
+    )
+
+
+def _choose(runs: tuple[RunRecord, ...], step: int | None, path: Path) -> RunRecord | None:
+    if step is None:
+        return runs[-1] if runs else None
+    for run in runs:
+        if run.step == step:
+            return run
+    if not runs:
+        raise FileFormatError(f"{path}: is a plan, not a run; --step needs a run file")
+    numbers = ", ".join(str(run.step) for run in runs[:10])
+    more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
+    raise FileFormatError(f"{path}: has no step {step}; it has {numbers}{more}")
+
+
+def add_drawing_arguments(parser: argparse.ArgumentParser, output_help: str) -> None:
+    """The arguments that `timeline` and `plot` share."""
+    parser.add_argument("file", type=Path, metavar="PLAN_OR_RUN", help="a plan or run file")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help=output_help
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="which step of a run file; the last one if not given",
+    )

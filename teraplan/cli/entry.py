@@ -1,0 +1,74 @@
+"""From command line arguments to an exit code."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import teraplan
+from teraplan.cli import check, diff, doctor, plot, probe, show, timeline
+from teraplan.cli.command import BAD_INPUT, Command
+from teraplan.errors import TeraplanError
+
+COMMANDS: tuple[Command, ...] = (
+    doctor.COMMAND,
+    probe.COMMAND,
+    show.COMMAND,
+    diff.COMMAND,
+    check.COMMAND,
+    timeline.COMMAND,
+    plot.COMMAND,
+)
+_INTERRUPTED = 130
+_DESCRIPTION = """\
+Looks at this machine, and at the plans and runs that teraplan writes.
+
+exit codes:
+  0  done; the answer is yes
+  1  done; the answer is no (invalid plan, plans differ, warnings with --strict)
+  2  bad input or usage; one line on stderr says what to do
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `teraplan` with one subparser for each command."""
+    parser = argparse.ArgumentParser(
+        prog="teraplan",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"teraplan {teraplan.__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name,
+            help=command.summary,
+            description=f"{command.description}\n\nexample:\n  {command.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        subparser.add_argument(
+            "--json", action="store_true", help="print the same facts as one JSON object"
+        )
+        subparser.set_defaults(command=command)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that `arguments` (`sys.argv` without them) name; returns its exit code."""
+    options = make_parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        code = command.run(options)
+        sys.stdout.flush()
+    except TeraplanError as error:
+        print(f"teraplan {command.name}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:
+        # The reader (`head`, a pager) has seen enough. Python flushes stdout once more at exit;
+        # without this it would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return code

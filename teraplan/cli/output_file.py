@@ -1,0 +1,50 @@
+"""Output files, written whole or not at all."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from teraplan.errors import ConfigError
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to; it takes the place of `path` when the block ends well.
+
+    Raises:
+        ConfigError: if it cannot be written there.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        umask = os.umask(0)
+        os.umask(umask)
+        part.chmod(0o666 & ~umask)
+        part.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes `data` to `path`, whole or not at all.
+
+    Raises:
+        ConfigError: if it cannot be written there.
+    """
+    with whole_file(path) as part:
+        part.write_bytes(data)
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path}: cannot be written: {error.strerror}; choose another place with -o")
