@@ -31,8 +31,8 @@ FILE_VARIABLE = "TERAPLAN_CONFIG"
 _KERNELS = ("inductor", "aot_eager")
 _PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
 _BUDGET_FORMS = '"2GiB", "500 MB", a number of bytes, or a percentage such as "60%"'
-_WORDS = {"1": True, "true": True, "yes": True, "on": True}
-_WORDS |= {"0": False, "false": False, "no": False, "off": False}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_WORDS = {word: True for word in _TRUE} | {word: False for word in _FALSE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
