@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 from abc import ABC, abstractmethod
+from os import posix_fallocate
 
 import xxhash
 
@@ -61,7 +62,7 @@ class Arena(ABC):
             OSError: ENOSPC, EDQUOT or EFBIG; the file is then as before.
         """
         try:
-            os.posix_fallocate(self.fd, size_bytes, nbytes)
+            posix_fallocate(self.fd, size_bytes, nbytes)
         except OSError as error:
             if error.errno not in _CANNOT_FALLOCATE:
                 os.ftruncate(self.fd, size_bytes)  # a part may have been reserved

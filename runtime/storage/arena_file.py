@@ -13,6 +13,7 @@ import secrets
 import stat
 import tempfile
 import time
+from os import open as open_file
 from pathlib import Path
 
 from teraplan.errors import StorageUnusableError
@@ -41,7 +42,7 @@ def check_directory(directory: Path) -> None:
         raise StorageUnusableError(
             f"storage directory {directory} is on a read-only file system; name another one"
         )
-    if not os.access(directory, os.W_OK | os.X_OK):
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=True):
         raise StorageUnusableError(
             f"storage directory {directory} cannot be written by user {os.geteuid()}: "
             "permission denied; change its mode or name another one"
@@ -56,7 +57,7 @@ def open_unnamed(directory: Path) -> int:
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        return os.open(directory, flags | os.O_TMPFILE, 0o600)
+        return open_file(directory, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
         if error.errno not in _NO_UNNAMED_FILES:
             raise StorageUnusableError(
@@ -75,7 +76,7 @@ def _open_and_unlink(directory: Path, flags: int) -> int:
     private = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))  # mode 0700
     name = private / secrets.token_hex(16)
     try:
-        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        fd = open_file(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         os.unlink(name)
     finally:
         # NFS keeps an unlinked open file as .nfs*: the directory then stays for the next sweep.

@@ -43,12 +43,19 @@ def open_directory(directory: Path, *, path: str, strict: bool) -> OpenedDirecto
         if refusal:
             fallbacks += (f"{directory} uses buffered I/O: {refusal}",)
         _refuse_if(strict, fallbacks)
+        if disk.in_ram:
+            arena.path = f"posix in {disk.file_system}, which is RAM"
     except BaseException:
         os.close(fd)
         raise
     for fallback in fallbacks:
         _log.warning("storage: %s", fallback)
     return OpenedDirectory(directory=directory, arena=arena, disk=disk, fallbacks=fallbacks)
+
+
+def why_not(path: str) -> str:
+    """Why the back end `path` cannot be used on this machine, "" if it can."""
+    return "" if path == "posix" else f"{path} is not built yet"
 
 
 def _refuse_if(strict: bool, fallbacks: tuple[str, ...]) -> None:

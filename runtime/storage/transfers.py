@@ -120,12 +120,13 @@ class Record:
 
     def __init__(self, address: int, nbytes: int, *, alignment: int, block_bytes: int) -> None:
         self.nbytes = nbytes
-        self.alignment = alignment
-        self.address_remainder = address % alignment
         self._head_bytes = min(-address % alignment, nbytes)
         self.body_bytes = (nbytes - self._head_bytes) // block_bytes * block_bytes
         self._tail_bytes = nbytes - self._head_bytes - self.body_bytes
         self._head = self._tail = b""
+        # A record that is small enough to be all ends may land anywhere.
+        self.alignment = alignment if self.body_bytes else 1
+        self.address_remainder = address % self.alignment
         self.offset = 0
         self.num_chunks = max(1, -(-self.body_bytes // CHUNK_BYTES))
         self.checksums = [0] * self.num_chunks

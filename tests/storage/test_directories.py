@@ -1,0 +1,143 @@
+"""Which directories are taken, which are refused, and what is said about them."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from teraplan.errors import ConfigError, FallbackRefusedError, StorageUnusableError
+from teraplan.runtime.storage import Storage, default_directory, file_system, posix_arena
+
+SHM = Path("/dev/shm")
+needs_tmpfs = pytest.mark.skipif(
+    not SHM.is_dir() or file_system.disk_facts(SHM).file_system != "tmpfs",
+    reason="needs a tmpfs at /dev/shm",
+)
+
+
+def test_a_missing_directory_is_named(disk: Path) -> None:
+    with pytest.raises(StorageUnusableError, match=r"absent cannot be used: No such file"):
+        Storage.open([disk, disk / "absent"])
+
+
+def test_a_file_is_no_directory(disk: Path) -> None:
+    (disk / "file").touch()
+    with pytest.raises(StorageUnusableError, match="file is not a directory"):
+        Storage.open([disk / "file"])
+    with pytest.raises(StorageUnusableError, match="Not a directory"):
+        Storage.open([disk / "file" / "below"])
+
+
+def test_a_read_only_file_system_is_refused() -> None:
+    read_only = [
+        Path(line.split()[4])
+        for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        if "ro" in line.split()[5].split(",") and Path(line.split()[4]).is_dir()
+    ]
+    if not read_only:
+        pytest.skip("nothing is mounted read-only here")
+    with pytest.raises(StorageUnusableError, match="read-only file system; name another one"):
+        Storage.open([read_only[0]])
+
+
+def test_a_directory_without_permission_is_refused(disk: Path) -> None:
+    closed = disk / "closed"
+    closed.mkdir(mode=0o500)
+    program = (
+        "import pathlib, sys, os\n"
+        "from teraplan.errors import StorageUnusableError\n"
+        "from teraplan.runtime.storage import Storage\n"
+        "if os.geteuid() == 0: os.seteuid(65534)\n"
+        "try: Storage.open([pathlib.Path(sys.argv[1])])\n"
+        "except StorageUnusableError as error: print(error)\n"
+    )
+    closed.parent.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(closed)], capture_output=True, text=True, timeout=60
+    )
+    assert "permission denied; change its mode or name another one" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("directories", "path", "message"),
+    [([], "auto", "no storage directory was named"), ([Path("/")], "fast", "'fast' is no storage")],
+)
+def test_wrong_options_are_config_errors(directories: list[Path], path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Storage.open(directories, path=path)
+
+
+@needs_tmpfs
+def test_ram_is_not_a_disk(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), Storage.open([SHM]) as storage:
+        (info,) = storage.stores
+    assert info.file_system == "tmpfs"
+    assert "is RAM" in info.path
+    assert len(info.fallbacks) == 1
+    assert [record.message for record in caplog.records] == [f"storage: {info.fallbacks[0]}"]
+    with pytest.raises(FallbackRefusedError, match="/dev/shm is on tmpfs, which is RAM"):
+        Storage.open([SHM], strict=True)
+
+
+def test_buffered_io_is_said_and_refused_when_strict(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(posix_arena, "direct_alignment", lambda fd: None)
+    with caplog.at_level(logging.WARNING), Storage.open([disk]) as storage:
+        (info,) = storage.stores
+    assert info.path == "posix buffered"
+    assert "uses buffered I/O: the kernel reports no direct I/O" in info.fallbacks[0]
+    assert info.fallbacks[0] in caplog.text
+    with pytest.raises(FallbackRefusedError, match="uses buffered I/O"):
+        Storage.open([disk], strict=True)
+
+
+def test_a_network_file_system_is_said(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(file_system, "_file_system", lambda directory: "nfs")
+    with caplog.at_level(logging.WARNING), Storage.open([disk]) as storage:
+        assert "is on nfs, not on a local disk" in storage.stores[0].fallbacks[0]
+    with pytest.raises(FallbackRefusedError, match="is on nfs"):
+        Storage.open([disk], strict=True)
+
+
+def test_directories_on_one_disk_are_said(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = disk / "same"
+    other.mkdir(exist_ok=True)
+    with (
+        caplog.at_level(logging.WARNING),
+        Storage.open([disk, other]) as both,
+        Storage.open([disk]) as one,
+    ):
+        assert abs(both.free_bytes - one.free_bytes) < 1 << 30, "one disk was counted twice"
+    assert "are on the same disk" in caplog.text
+
+
+def test_the_default_directory_is_on_a_disk_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    if SHM.is_dir():
+        monkeypatch.setenv("TMPDIR", str(SHM))
+    directory = default_directory()
+    assert not file_system.disk_facts(directory).in_ram
+    with Storage.open([directory]) as storage:
+        assert storage.stores[0].free_bytes > 0
+
+
+def test_no_default_directory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_system, "_file_system", lambda directory: "tmpfs")
+    with pytest.raises(StorageUnusableError, match="is a writable directory on a local disk"):
+        default_directory()
+
+
+def test_alignment_is_what_the_kernel_says(disk: Path) -> None:
+    fd = os.open(disk, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        alignment = file_system.direct_alignment(fd)
+    finally:
+        os.close(fd)
+    assert alignment is not None
+    assert 4096 % alignment.memory == 0
+    assert alignment.offset % 512 == 0
