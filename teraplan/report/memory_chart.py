@@ -13,7 +13,6 @@ from itertools import accumulate, pairwise
 
 from teraplan.memory_curve import device_curve
 from teraplan.plan import Plan
-from teraplan.report.table import shorten
 from teraplan.step_trace import StepTrace
 from teraplan.units import format_nbytes
 
@@ -47,7 +46,8 @@ def sampled_intervals(trace: StepTrace, width: int) -> list[tuple[int, int]]:
     total = starts.pop()
     if not starts:
         return []
-    edges = [bisect_right(starts, total * column // width) - 1 for column in range(width + 1)]
+    edges = [bisect_right(starts, total * column // width) - 1 for column in range(width)]
+    edges.append(len(starts))
     return [(low, max(high, low + 1)) for low, high in pairwise(edges)]
 
 
@@ -82,8 +82,11 @@ def _phase_axis(backward: Sequence[bool]) -> str:
             parts[-1].append(phase)
         else:
             parts.append([phase])
-    words = [
-        shorten("backward" if part[0] else "forward", len(part)).ljust(len(part), "─")
-        for part in parts
-    ]
-    return "".join(words)
+    return "".join(_phase_word(part[0], len(part)) for part in parts)
+
+
+def _phase_word(backward: bool, width: int) -> str:
+    for word in ("backward", "bwd") if backward else ("forward", "fwd"):
+        if len(word) < width:
+            return word.ljust(width, "─")
+    return "─" * width

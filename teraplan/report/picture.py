@@ -28,7 +28,7 @@ _METADATA: dict[str, dict[str, str | None]] = {
 }
 # Inches; the height of the links follows from the number of their rows.
 _WIDTH, _MEMORY, _GAP, _TITLE, _BOTTOM, _ROW = 11.0, 3.5, 0.2, 0.95, 0.55, 0.27
-_LEFT, _SPAN = 0.15, 0.675
+_RIGHT_EDGE = 0.82
 
 
 def save_picture(
@@ -59,12 +59,14 @@ def step_figure(plan: Plan, planned: Drawing, actual: Drawing | None) -> Figure:
     """The figure: memory above, links below, one time axis."""
     rows = link_rows([planned] if actual is None else [planned, actual])
     links_inches = _ROW * (rows[-1].bottom + rows[-1].height + 0.4)
+    left = 0.105 if actual is None else 0.15
+    span = _RIGHT_EDGE - left
     height = _TITLE + _MEMORY + _GAP + links_inches + _BOTTOM
     figure = Figure(figsize=(_WIDTH, height))
     FigureCanvasAgg(figure)
-    links = figure.add_axes((_LEFT, _BOTTOM / height, _SPAN, links_inches / height))
+    links = figure.add_axes((left, _BOTTOM / height, span, links_inches / height))
     bottom = (_BOTTOM + links_inches + _GAP) / height
-    memory = figure.add_axes((_LEFT, bottom, _SPAN, _MEMORY / height), sharex=links)
+    memory = figure.add_axes((left, bottom, span, _MEMORY / height), sharex=links)
     longest_ns = max(planned.duration_ns, actual.duration_ns if actual else 0, 1)
     links.set_xlim(0, longest_ns / 1e9)
     draw_memory(memory, plan, planned, actual)
@@ -74,13 +76,16 @@ def step_figure(plan: Plan, planned: Drawing, actual: Drawing | None) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(length=2.5, width=0.6)
     memory.tick_params(labelbottom=False)
+    links.tick_params(axis="y", length=0)
     links.set_xlabel("time in the step (s)")
     _label_phases(memory, planned, longest_ns)
-    _write_title(figure, plan, actual, height)
+    _write_title(figure, plan, actual, left, height)
     return figure
 
 
-def _write_title(figure: Figure, plan: Plan, actual: Drawing | None, height: float) -> None:
+def _write_title(
+    figure: Figure, plan: Plan, actual: Drawing | None, left: float, height: float
+) -> None:
     prediction = plan.prediction
     title = (
         f"Peak device memory {format_nbytes(prediction.unlimited_peak_bytes)} → "
@@ -91,10 +96,10 @@ def _write_title(figure: Figure, plan: Plan, actual: Drawing | None, height: flo
     if actual is not None:
         step += f"; {actual.name} took {format_ns(actual.duration_ns)}"
     sentence = covered(plan)
-    figure.text(_LEFT, 1 - 0.26 / height, title, fontsize=13, fontweight="bold", va="center")
+    figure.text(left, 1 - 0.26 / height, title, fontsize=13, fontweight="bold", va="center")
     for line, text in enumerate((step, sentence[0].upper() + sentence[1:])):
         y = 1 - (0.51 + 0.185 * line) / height
-        figure.text(_LEFT, y, text, color=MUTED, va="center")
+        figure.text(left, y, text, color=MUTED, va="center")
 
 
 def _phases(drawing: Drawing) -> list[tuple[bool, int, int]]:

@@ -17,11 +17,12 @@ from teraplan.report.chrome_trace import lanes
 from teraplan.report.drawing import Drawing
 from teraplan.report.palette import BACK, BACKWARD_WORK, FORWARD_WORK, MUTED, OUT, WAIT
 from teraplan.run_record import Direction, TransferRecord
-from teraplan.units import format_nbytes, format_ns
+from teraplan.units import format_bandwidth, format_nbytes, format_ns
 
 _LEAST_BAR = 1 / 900
 """Of the axis: what is shorter is drawn as long as this, or it could not be seen."""
-_EDGES_UP_TO = 400
+_EDGES_UP_TO = 120
+"""Bars in a row; white edges between more of them would leave little of the bars."""
 _LINKS = tuple((tier, way) for tier in (Tier.HOST, Tier.STORAGE) for way in Direction)
 
 
@@ -119,7 +120,18 @@ def _transfers(transfers: Sequence[TransferRecord]) -> tuple[str, list[Bar], int
         for transfer in lane
     ]
     nbytes = sum(transfer.nbytes for transfer in transfers)
-    return format_nbytes(nbytes), bars, max(len(in_lanes), 1)
+    busy_ns = _union_ns(transfers)
+    speed = f" at {format_bandwidth(nbytes * 10**9 // busy_ns)}" if busy_ns else ""
+    return f"{format_nbytes(nbytes)}{speed}", bars, max(len(in_lanes), 1)
+
+
+def _union_ns(transfers: Sequence[TransferRecord]) -> int:
+    """Time in which at least one of `transfers` runs."""
+    total_ns = end_ns = 0
+    for transfer in sorted(transfers, key=lambda transfer: transfer.start_ns):
+        total_ns += max(transfer.end_ns - max(transfer.start_ns, end_ns), 0)
+        end_ns = max(end_ns, transfer.end_ns)
+    return total_ns
 
 
 def draw_links(axes: Axes, rows: Sequence[LinkRow], longest_ns: int) -> None:

@@ -8,11 +8,15 @@ from matplotlib.axes import Axes
 
 from teraplan.plan import Plan
 from teraplan.report.drawing import Drawing
-from teraplan.report.palette import INK, PLAN, WITHOUT
+from teraplan.report.palette import INK, PLAN, WAIT, WITHOUT
 from teraplan.units import GIB, MIB, format_nbytes
 
 _LEAST_GAP = 0.062
 """Between two labels of the right margin, as a part of the height."""
+
+
+_STALLS_UP_TO = 40
+"""More of them are left to the row of the computation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,15 @@ def _draw_curves(axes: Axes, planned: Drawing, actual: Drawing | None, unit: int
     axes.step(times, with_plan, where="post", color=PLAN, lw=1.5)
     if actual is not None:
         axes.step(*_steps(actual, actual.device_bytes, unit), where="post", color=INK, lw=0.9)
+    _mark_stalls(axes, actual or planned)
     _label_areas(axes, planned, unit)
+
+
+def _mark_stalls(axes: Axes, drawing: Drawing) -> None:
+    if len(drawing.stalls) <= _STALLS_UP_TO:
+        for stall in drawing.stalls:
+            start, end = stall.start_ns / 1e9, (stall.start_ns + stall.duration_ns) / 1e9
+            axes.axvspan(start, end, color=WAIT, alpha=0.14, lw=0, zorder=1.5)
 
 
 def _label_areas(axes: Axes, planned: Drawing, unit: int) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from teraplan.hardware import Tier
 from teraplan.plan import Plan
 from teraplan.report.folding import Fold, layer_fold, node_label
+from teraplan.report.table import shorten
 from teraplan.step_trace import Tensor, TensorKind
 from teraplan.units import format_nbytes, format_ns
 
@@ -79,7 +80,7 @@ def top_stalls(plan: Plan, limit: int = 3) -> list[str]:
     """The longest waits with the tensors that they are for, longest first."""
     stalls = sorted(plan.prediction.stall_ns.items(), key=lambda item: (-item[1], item[0]))
     words = [
-        f"{format_ns(stall_ns)} {tensor_label(plan.trace.tensors[tensor_id])}"
+        f"{format_ns(stall_ns)} {shorten(tensor_label(plan.trace.tensors[tensor_id]), 28)}"
         for tensor_id, stall_ns in stalls[:limit]
     ]
     rest = stalls[limit:]

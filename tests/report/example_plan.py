@@ -1,7 +1,5 @@
 """A plan of known shape: twelve transformer blocks, forward, backward and an optimizer step."""
 
-import pytest
-
 from teraplan.hardware import Budgets, Hardware, Link, Tier
 from teraplan.memory_curve import device_curve, managed_curve, peak
 from teraplan.plan import Migration, Plan, Prediction
@@ -200,16 +198,6 @@ def make_run(plan: Plan) -> RunRecord:
     )
 
 
-@pytest.fixture(scope="session")
-def plan() -> Plan:
-    return make_plan()
-
-
-@pytest.fixture(scope="session")
-def other_plan() -> Plan:
+def make_other_plan() -> Plan:
+    """Fewer blocks move, with more memory."""
     return make_plan(num_blocks=7, budget=3 * GIB, policy="teraio")
-
-
-@pytest.fixture(scope="session")
-def run(plan: Plan) -> RunRecord:
-    return make_run(plan)
