@@ -1,4 +1,10 @@
-"""The chunks that wait for a worker: urgent first, then reads, then writes, each in order."""
+"""The chunks that wait for a worker: urgent ones first, then by direction, each in order.
+
+Some workers of a store prefer reads and some writes. While only one direction has work all do it;
+while both have, each gets workers, so that neither starves and the link is used both ways at once,
+as plans assume. Strict "reads first" would let a long prefetch hold up every write, and with it
+the memory that the writes are to free.
+"""
 
 from collections import deque
 from collections.abc import Iterable
@@ -28,9 +34,11 @@ class WorkQueue:
         # The chunks stay in their old queue as well, where `taken` makes workers pass over them.
         self._urgent.extend(c for c in self._of(transfer) if c.transfer is transfer)
 
-    def take(self) -> Chunk | None:
-        """The next chunk, None if none is queued."""
-        for queue in (self._urgent, self._reads, self._writes):
+    def take(self, prefer: Direction = Direction.BACK) -> Chunk | None:
+        """The next chunk for a worker that prefers `prefer`, None if none is queued."""
+        reads_first = prefer is Direction.BACK
+        rest = (self._reads, self._writes) if reads_first else (self._writes, self._reads)
+        for queue in (self._urgent, *rest):
             while queue:
                 chunk = queue.popleft()
                 if not chunk.taken:

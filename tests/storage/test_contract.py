@@ -4,7 +4,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from teraplan.errors import DeadlineError, IntegrityError, StorageError
 from teraplan.run_record import Direction
 from teraplan.runtime.storage import Record, Storage
+from teraplan.runtime.storage.store import WORKERS
 from teraplan.units import MIB
 
 Bytes = NDArray[np.uint8]
@@ -125,8 +125,8 @@ def test_a_read_follows_its_write_that_is_still_queued(
     gate = threading.Event()
     original = memory(3 * MIB, 64, seed=3)
     with open_storage() as storage:
-        # Both workers are busy, so that the write of `record` cannot start.
-        busy = [memory(4096) for _ in range(2)]
+        # All workers are busy, so that the write of `record` cannot start.
+        busy = [memory(4096) for _ in WORKERS]
         for block in busy:
             storage.put(block.ctypes.data, 4096, owner=block, label="busy", after=gate.wait)
         record = storage.put(original.ctypes.data, original.nbytes, owner=original, label="t")
@@ -139,39 +139,23 @@ def test_a_read_follows_its_write_that_is_still_queued(
     assert np.array_equal(landing, original)
 
 
-def test_urgent_goes_first_then_reads_then_writes(
-    open_storage: OpenStorage, memory: Memory
-) -> None:
+def test_what_is_waited_for_goes_first(open_storage: OpenStorage, memory: Memory) -> None:
     gate = threading.Event()
-    block = memory(4096, seed=1)
+    block = memory(4 * MIB, seed=1)
     with open_storage() as storage:
-        record = storage.put(block.ctypes.data, 4096, owner=block, label="t")
-        storage.wait(record.write, what="the test")
-        for _ in range(2):
+        for _ in WORKERS:
             storage.put(block.ctypes.data, 4096, owner=block, label="busy", after=gate.wait)
-        time.sleep(0.05)
-        order: list[str] = []
-        storage.put(
-            block.ctypes.data, 4096, owner=block, label="w", after=partial(order.append, "write")
-        )
-        late = storage.put(
-            block.ctypes.data, 4096, owner=block, label="w", after=partial(order.append, "promoted")
-        )
-        landings = [memory(4096, record.address_remainder) for _ in range(2)]
-        for landing, name in zip(landings, ("read", "urgent"), strict=True):
-            storage.get(
-                record,
-                landing.ctypes.data,
-                owner=landing,
-                urgent=name == "urgent",
-                after=partial(order.append, name),
-            )
-        threading.Timer(0.1, gate.set).start()
-        storage.wait(late.write, what="the test")
-        while len(order) < 4:
-            time.sleep(0.001)
-    assert sorted(order[:2]) == ["promoted", "urgent"]
-    assert sorted(order[2:]) == ["read", "write"]
+        records = [
+            storage.put(block.ctypes.data, block.nbytes, owner=block, label=f"w{index}")
+            for index in range(20)
+        ]
+        threading.Timer(0.05, gate.set).start()
+        storage.wait(records[-1].write, what="the test")
+        first = records[-1].write.start_ns
+        for record in records:
+            storage.wait(record.write, what="the test")
+        num_before = sum(record.write.start_ns < first for record in records)
+    assert num_before < len(WORKERS)
 
 
 def test_the_owner_lives_until_the_write_has_ended_and_no_longer(
@@ -274,7 +258,7 @@ def test_close_ends_what_runs_and_fails_what_is_queued(
     storage = open_storage()
     running = [
         storage.put(block.ctypes.data, MIB, owner=block, label="run", after=gate.wait)
-        for _ in range(2)
+        for _ in WORKERS
     ]
     time.sleep(0.05)
     queued = storage.put(block.ctypes.data, MIB, owner=block, label="late")
