@@ -1,0 +1,353 @@
+"""Every command: its output, its exit codes, and the one line that each error prints."""
+
+import gzip
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from teraplan.cli import main
+from teraplan.cli.entry import COMMANDS
+from teraplan.errors import StorageUnusableError
+from teraplan.hardware import Link
+from teraplan.plan import Plan
+from teraplan.plan_file import write_plan
+from teraplan.run_file import write_runs
+from tests.report.example_plan import DISK, LINK, make_other_plan, make_plan, make_run
+from tests.report.golden import assert_golden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    plan: str
+    other: str
+    broken: str
+    run: str
+    out: Path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    plan = make_plan()
+    run = make_run(plan)
+    write_plan(plan, tmp_path / "plan.json")
+    write_plan(make_other_plan(), tmp_path / "other.json")
+    write_plan(_broken(plan), tmp_path / "broken.json")
+    write_runs(tmp_path / "run.json", plan, [run, replace(run, step=8)])
+    return Files(
+        plan=str(tmp_path / "plan.json"),
+        other=str(tmp_path / "other.json"),
+        broken=str(tmp_path / "broken.json"),
+        run=str(tmp_path / "run.json"),
+        out=tmp_path,
+    )
+
+
+def _broken(plan: Plan) -> Plan:
+    first, *rest = plan.migrations
+    return replace(plan, migrations=(replace(first, needed=first.needed + 1), *rest))
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+def loaded(capsys: Captured) -> Any:  # noqa: ANN401  JSON of many shapes, looked into by tests
+    return json.loads(capsys.readouterr().out)
+
+
+def assert_one_line(capsys: Captured, *parts: str) -> None:
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert "Traceback" not in output.err
+    for part in parts:
+        assert part in output.err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_has_an_example_and_json(command: Any, capsys: Captured) -> None:  # noqa: ANN401
+    with pytest.raises(SystemExit) as stopped:
+        main([command.name, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert f"example:\n  teraplan {command.name} " in text
+    assert "--json" in text
+
+
+def test_help_lists_every_command_and_exit_code(capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "exit codes:" in text
+    assert all(f"    {command.name} " in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["show"], ["diff", "a"], ["timeline", "a"], ["plot", "a"]]
+)
+def test_wrong_usage_is_2(arguments: list[str], capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: teraplan" in capsys.readouterr().err
+
+
+def test_show(files: Files, capsys: Captured) -> None:
+    assert main(["show", files.plan]) == 0
+    assert_golden("show.txt", capsys.readouterr().out.removesuffix("\n"))
+
+
+def test_show_takes_a_run_file(files: Files, capsys: Captured) -> None:
+    assert main(["show", files.run, "--all"]) == 0
+    assert_golden("show_all.txt", capsys.readouterr().out.removesuffix("\n"))
+
+
+def test_show_json(files: Files, capsys: Captured) -> None:
+    assert main(["show", files.plan, "--json", "--all"]) == 0
+    facts = loaded(capsys)
+    assert facts["prediction"]["stall_ns"] == {"g0.c7/gelu_1": 18700000, "g0.c8/gelu_1": 18800000}
+    assert facts["rows"][0]["layer"] == "blocks.{0-8}.mlp"
+    assert facts["migrations"][0]["tensor"] == "g0.c0/sdpa_0"
+
+
+def test_diff(files: Files, capsys: Captured) -> None:
+    assert main(["diff", files.plan, files.other]) == 1
+    assert_golden("diff.txt", capsys.readouterr().out.removesuffix("\n"))
+    assert main(["diff", files.plan, files.run]) == 0
+    assert capsys.readouterr().out == "The plans are equal.\n"
+
+
+def test_diff_json(files: Files, capsys: Captured) -> None:
+    assert main(["diff", files.plan, files.other, "--json"]) == 1
+    changes = loaded(capsys)
+    assert not changes["equal"]
+    assert changes["decisions"][0]["tensors"] == ["g0.c7/gelu_1", "g0.c8/gelu_1"]
+
+
+def test_check(files: Files, capsys: Captured) -> None:
+    assert main(["check", files.plan]) == 0
+    assert_golden("check_valid.txt", capsys.readouterr().out.removesuffix("\n"))
+    assert main(["check", files.broken]) == 1
+    assert_golden("check_late.txt", capsys.readouterr().out.removesuffix("\n"))
+
+
+def test_check_json(files: Files, capsys: Captured) -> None:
+    assert main(["check", files.plan, "--json"]) == 0
+    assert loaded(capsys)["verified_peak_bytes"]["device"] == 2745171968
+    assert main(["check", files.broken, "--json"]) == 1
+    (violation,) = loaded(capsys)["violations"]
+    assert (violation["kind"], violation["migration"]) == ("period", 0)
+
+
+@pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
+def test_timeline(files: Files, name: str, capsys: Captured) -> None:
+    path = files.out / name
+    assert main(["timeline", files.run, "-o", str(path), "--json"]) == 0
+    facts = loaded(capsys)
+    data = path.read_bytes()
+    trace = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)
+    assert facts["num_events"] == len(trace["traceEvents"])
+    assert facts["processes"] == ["planned", "actual, step 8"]
+
+
+def test_timeline_says_where_to_open_it(files: Files, capsys: Captured) -> None:
+    path = files.out / "out.json"
+    assert main(["timeline", files.plan, "-o", str(path)]) == 0
+    assert "https://ui.perfetto.dev" in capsys.readouterr().out
+
+
+def test_the_same_plan_gives_the_same_timeline_file(files: Files) -> None:
+    first, second = files.out / "1.json.gz", files.out / "2.json.gz"
+    assert main(["timeline", files.plan, "-o", str(first)]) == 0
+    assert main(["timeline", files.plan, "-o", str(second)]) == 0
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_step_of_a_run_can_be_chosen(files: Files, capsys: Captured) -> None:
+    path = str(files.out / "out.json")
+    assert main(["timeline", files.run, "--step", "7", "-o", path, "--json"]) == 0
+    assert loaded(capsys)["processes"] == ["planned", "actual, step 7"]
+    assert main(["timeline", files.run, "--step", "3", "-o", path]) == 2
+    assert_one_line(capsys, "has no step 3; it has 7, 8")
+    assert main(["timeline", files.plan, "--step", "3", "-o", path]) == 2
+    assert_one_line(capsys, "is a plan, not a run; --step needs a run file")
+
+
+@pytest.mark.parametrize("name", ["out.png", "out.svg", "out.pdf"])
+def test_plot(files: Files, name: str, capsys: Captured) -> None:
+    pytest.importorskip("matplotlib")
+    path = files.out / name
+    assert main(["plot", files.run, "-o", str(path), "--json"]) == 0
+    assert loaded(capsys) == {"path": str(path), "actual": True}
+    assert path.stat().st_size > 10_000
+
+
+def test_plot_without_matplotlib(
+    files: Files, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("teraplan.report.picture")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plot", files.plan, "-o", str(files.out / "out.png")]) == 2
+    assert_one_line(capsys, "needs matplotlib", "pip install 'teraplan[plot]'")
+    assert not list(files.out.glob("*.png"))
+    assert not list(files.out.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "{}"],
+        ["diff", "{}", "{}"],
+        ["check", "{}"],
+        ["timeline", "{}", "-o", "out.json"],
+        ["plot", "{}", "-o", "out.png"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_bad_files_are_2(arguments: list[str], tmp_path: Path, capsys: Captured) -> None:
+    absent = str(tmp_path / "absent.json")
+    assert main([argument.format(absent) for argument in arguments]) == 2
+    assert_one_line(capsys, f"teraplan {arguments[0]}: ", "cannot be read: No such file")
+    garbage = tmp_path / "garbage.json"
+    for text, message in (("{", "is not JSON"), ('{"schema": "x"}', 'schema: is "x"')):
+        garbage.write_text(text)
+        assert main([argument.format(garbage) for argument in arguments]) == 2
+        assert_one_line(capsys, message)
+
+
+@pytest.mark.parametrize(("command", "name"), [("timeline", "out.txt"), ("plot", "out.jpg")])
+def test_unknown_output_formats_are_2(
+    files: Files, command: str, name: str, capsys: Captured
+) -> None:
+    assert main([command, files.plan, "-o", str(files.out / name)]) == 2
+    assert_one_line(capsys, name, "change the name")
+
+
+@pytest.mark.parametrize(("command", "name"), [("timeline", "out.json"), ("plot", "out.png")])
+def test_places_that_cannot_be_written_are_2(
+    files: Files, command: str, name: str, capsys: Captured
+) -> None:
+    assert main([command, files.plan, "-o", str(files.out / "absent" / name)]) == 2
+    assert_one_line(capsys, "cannot be written: No such file or directory; choose another place")
+
+
+@pytest.mark.parametrize(("command", "name"), [("timeline", "out.json"), ("plot", "out.png")])
+def test_a_plan_that_does_not_hold_is_not_drawn(
+    files: Files, command: str, name: str, capsys: Captured
+) -> None:
+    assert main([command, files.broken, "-o", str(files.out / name)]) == 2
+    assert "the plan breaks 1 rules" in capsys.readouterr().err
+    assert not (files.out / name).exists()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    name: str
+    value: str
+    status: str
+    advice: str = ""
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> None:
+    """Puts a module of these contents in the place of `teraplan.runtime.NAME`."""
+    module = ModuleType(f"teraplan.runtime.{name}")
+    for key, value in contents.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    facts = (
+        Fact(name="device", value="CPU", status="ok"),
+        Fact(
+            name="locked memory", value="8.00 MiB", status="warning", advice="ulimit -l unlimited"
+        ),
+        Fact(name="GPUDirect Storage", value="absent", status="note"),
+    )
+    asked: list[tuple[Path, ...]] = []
+
+    def collect(directories: tuple[Path, ...]) -> tuple[Fact, ...]:
+        asked.append(directories)
+        return facts
+
+    install(monkeypatch, "machine_facts", collect=collect)
+    assert main(["doctor"]) == 0
+    assert_golden("doctor.txt", capsys.readouterr().out.removesuffix("\n"))
+    assert main(["doctor", "--strict", "--json", "--storage", "/a", "/b"]) == 1
+    assert loaded(capsys)["num_warnings"] == 1
+    assert asked == [(), (Path("/a"), Path("/b"))]
+    install(monkeypatch, "machine_facts", collect=lambda directories: facts[:1])
+    assert main(["doctor", "--strict"]) == 0
+
+
+def test_probe(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    refreshed: list[bool] = []
+
+    def storage_link(directories: tuple[Path, ...], *, refresh: bool) -> Link:
+        refreshed.append(refresh)
+        return DISK
+
+    install(monkeypatch, "links", host_link=lambda *, refresh: LINK, storage_link=storage_link)
+    assert main(["probe", "--storage", "/a", "--refresh"]) == 0
+    assert_golden("probe.txt", capsys.readouterr().out.removesuffix("\n"))
+    assert main(["probe", "--storage", "/a", "--json"]) == 0
+    assert loaded(capsys)["storage"]["latency_ns"] == 90_000
+    assert refreshed == [True, False]
+
+
+def test_probe_with_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    install(monkeypatch, "links", host_link=lambda *, refresh: None, storage_link=None)
+    assert main(["probe"]) == 0
+    assert "no directory given with --storage" in capsys.readouterr().out
+    assert main(["probe", "--json"]) == 0
+    assert loaded(capsys) == {}
+
+
+def test_an_error_of_the_storage_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def storage_link(directories: tuple[Path, ...], *, refresh: bool) -> Link:
+        raise StorageUnusableError("/a is read-only; name another directory")
+
+    install(monkeypatch, "links", host_link=lambda *, refresh: None, storage_link=storage_link)
+    assert main(["probe", "--storage", "/a"]) == 2
+    assert_one_line(capsys, "teraplan probe: /a is read-only")
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, check=False, env=environment, timeout=60
+    )
+
+
+def test_reading_plans_imports_no_torch(files: Files) -> None:
+    code = (
+        "import sys, teraplan.cli as c; "
+        f"c.main(['show', {files.plan!r}]); c.main(['check', {files.plan!r}]); "
+        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    assert python("-c", code, PYTHONIOENCODING="utf-8").returncode == 0
+
+
+def test_module_can_be_run_on_a_terminal_without_unicode(files: Files) -> None:
+    done = python("-m", "teraplan", "show", files.plan, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert b"forward -> backward" in done.stdout
+    assert done.stderr == b""
+
+
+def test_a_closed_pipe_is_no_error(files: Files) -> None:
+    code = (
+        "import os, sys, teraplan.cli as c; r, w = os.pipe(); os.dup2(w, 1); os.close(r); "
+        f"os.close(w); sys.exit(c.main(['show', {files.plan!r}, '--all']))"
+    )
+    done = python("-c", code, PYTHONIOENCODING="utf-8")
+    assert done.returncode == 0
+    assert done.stderr == b""
