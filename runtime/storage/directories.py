@@ -9,6 +9,7 @@ from pathlib import Path
 from teraplan.errors import FallbackRefusedError, StorageUnusableError
 from teraplan.runtime.storage.arena import Arena
 from teraplan.runtime.storage.arena_file import check_directory, open_unnamed
+from teraplan.runtime.storage.cache_directory import cache_home
 from teraplan.runtime.storage.file_system import DiskFacts, available_bytes, disk_facts
 from teraplan.runtime.storage.posix_arena import BufferedArena, DirectArena
 
@@ -113,6 +114,7 @@ def default_directory() -> Path:
 
 
 def _candidates() -> tuple[Path, ...]:
-    home_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     named = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
-    return (named, Path("/var/tmp"), Path("/tmp"), home_cache, Path.cwd())
+    home = cache_home()
+    last = (Path.cwd(),) if home is None else (home, Path.cwd())
+    return (named, Path("/var/tmp"), Path("/tmp"), *last)

@@ -1,6 +1,7 @@
 """Views of raw memory: the only place that turns an address into something Python can read."""
 
 import ctypes
+import mmap
 from collections.abc import Callable
 from typing import cast
 
@@ -31,3 +32,8 @@ def copy_out(address: int, nbytes: int) -> bytes:
 def copy_in(address: int, content: bytes) -> None:
     """Puts `content` into host memory at `address`."""
     ctypes.memmove(address, content, len(content))
+
+
+def address_of(block: mmap.mmap) -> int:
+    """Address of an anonymous mapping, which is page aligned. The mapping can still be closed."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))

@@ -1,0 +1,294 @@
+"""How fast bytes move between the device and the other tiers, measured on this machine.
+
+Storage is measured through the Storage class itself, on a real spill file, checksums included, so
+the figures are what a step will get and not what the disk's label says. Extents are written once
+before the clock starts: first writes are slower than the overwrites that a step does.
+"""
+
+import logging
+import mmap
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter_ns, sleep
+
+from teraplan.hardware import Link
+from teraplan.runtime.storage import Record, Storage, Transfer
+from teraplan.runtime.storage.cache_directory import keep, load
+from teraplan.runtime.storage.file_system import disk_facts
+from teraplan.runtime.storage.memory import address_of, view
+from teraplan.units import MIB, format_bandwidth, format_ns
+
+_log = logging.getLogger(__name__)
+
+_VERSION = 1
+_MAX_AGE_S = 14 * 24 * 3600.0
+_RECORD_BYTES = 16 * MIB
+_PHASE_NS = 250_000_000
+_NUM_LATENCIES = 25
+_SMALL_BYTES = 8192
+_PATIENCE_NS = 60 * 10**9
+
+
+def storage_link(
+    directories: Sequence[Path], *, refresh: bool = False, checksum: bool = True
+) -> Link:
+    """Speed of `directories` together; measured once per machine and disks, then remembered.
+
+    Raises:
+        StorageError: a directory cannot be used.
+    """
+    disks = [disk_facts(Path(directory)) for directory in directories]
+    names = [f"{disk.device} {disk.disk} {disk.file_system}" for disk in disks]
+    key = f"storage {platform.node()} checksum={checksum} " + ", ".join(sorted(names))
+    link = None if refresh else _remembered(key)
+    if link is None:
+        link = measure_storage(directories, checksum=checksum)
+        keep(key, asdict(link), version=_VERSION)
+    return link
+
+
+def host_link(device: str | None = None, *, refresh: bool = False) -> Link | None:
+    """Speed between `device` and host memory, None if there is no device beside the host.
+
+    For "cpu" it is a copy within host memory. Without `device` it is the accelerator, if any.
+    """
+    device = device or _accelerator()
+    if device is None:
+        return None
+    key = f"host {platform.node()} {device}"
+    link = None if refresh else _remembered(key)
+    if link is None:
+        link = _measure_memory() if device == "cpu" else _measure_accelerator(device)
+        keep(key, asdict(link), version=_VERSION)
+    return link
+
+
+def measure_storage(
+    directories: Sequence[Path], *, nbytes: int = 256 * MIB, checksum: bool = True
+) -> Link:
+    """Speed of `directories` together, with `nbytes` on disk and 64 MiB in memory; takes a second.
+
+    Raises:
+        StorageError: a directory cannot be used or fails.
+    """
+    with Storage.open(directories, checksum=checksum) as storage:
+        nbytes = min(nbytes, storage.free_bytes // 2)
+        num_records = max(1, nbytes // _RECORD_BYTES // 2)
+        with _Blocks(4) as blocks:
+            probe = _StorageProbe(storage, blocks, num_records)
+            link = probe.link()
+    _log.info(
+        "storage link: out %s, back %s, both at once %s and %s, latency %s",
+        *map(format_bandwidth, (link.out_bytes_per_s, link.back_bytes_per_s)),
+        format_bandwidth(link.out_while_back_bytes_per_s),
+        format_bandwidth(link.back_while_out_bytes_per_s),
+        format_ns(link.latency_ns),
+    )
+    return link
+
+
+class _Blocks:
+    """Page-aligned, touched memory; its content cannot be compressed by a clever disk."""
+
+    def __init__(self, num_blocks: int) -> None:
+        content = os.urandom(_RECORD_BYTES)
+        self._maps = [mmap.mmap(-1, _RECORD_BYTES) for _ in range(num_blocks)]
+        for block in self._maps:
+            block.write(content)
+        self.addresses = [address_of(block) for block in self._maps]
+
+    def __enter__(self) -> "_Blocks":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for block in self._maps:
+            block.close()
+
+    def of(self, index: int) -> int:
+        """Address of a block, the same ones again and again."""
+        return self.addresses[index % len(self.addresses)]
+
+
+class _StorageProbe:
+    """Writes, reads, and both at once, over and over until each took long enough."""
+
+    def __init__(self, storage: Storage, blocks: _Blocks, num_records: int) -> None:
+        self._storage = storage
+        self._blocks = blocks
+        self._num_records = num_records
+
+    def link(self) -> Link:
+        kept = self._write()
+        self._drop(self._write())  # both halves of the file have now been written once
+        out = self._rate_alone(out=True, kept=kept)
+        back = self._rate_alone(out=False, kept=kept)
+        out_both, back_both = self._rates_together(kept)
+        return Link(
+            out_bytes_per_s=out,
+            back_bytes_per_s=back,
+            # Noise must not make a link faster because it is shared.
+            out_while_back_bytes_per_s=min(out, out_both),
+            back_while_out_bytes_per_s=min(back, back_both),
+            latency_ns=self._latency_ns(),
+        )
+
+    def _rate_alone(self, *, out: bool, kept: Sequence[Record]) -> int:
+        nbytes = elapsed_ns = 0
+        while elapsed_ns < _PHASE_NS:
+            started_ns = perf_counter_ns()
+            if out:
+                records = self._write()
+                transfers = [record.write for record in records]
+                self._drop(records)
+            else:
+                transfers = self._start_reads(kept)
+                self._finish(transfers)
+            elapsed_ns += max(transfer.end_ns for transfer in transfers) - started_ns
+            nbytes += self._num_records * _RECORD_BYTES
+        return nbytes * 10**9 // elapsed_ns
+
+    def _rates_together(self, kept: Sequence[Record]) -> tuple[int, int]:
+        out_bytes = back_bytes = elapsed_ns = 0
+        while elapsed_ns < _PHASE_NS:
+            started_ns = perf_counter_ns()
+            records = self._start_writes()
+            writes, reads = [r.write for r in records], self._start_reads(kept)
+            self._finish([*reads, *writes])
+            # Only the time in which both were busy counts.
+            end_ns = min(max(t.end_ns for t in writes), max(t.end_ns for t in reads))
+            out_bytes += _moved_until(end_ns, writes)
+            back_bytes += _moved_until(end_ns, reads)
+            elapsed_ns += max(1, end_ns - started_ns)
+            self._drop(records)
+        return max(1, out_bytes * 10**9 // elapsed_ns), max(1, back_bytes * 10**9 // elapsed_ns)
+
+    def _latency_ns(self) -> int:
+        address = self._blocks.of(0)
+        record = self._storage.put(address, _SMALL_BYTES, owner=None, label="latency")
+        self._finish([record.write])
+        times_ns = []
+        for _ in range(_NUM_LATENCIES):
+            transfer = self._storage.get(record, address, owner=None)
+            self._finish([transfer])
+            times_ns.append(transfer.end_ns - transfer.queued_ns)
+        return round(statistics.median(times_ns))
+
+    def _start_writes(self) -> list[Record]:
+        return [
+            self._storage.put(
+                self._blocks.of(index), _RECORD_BYTES, owner=None, label=f"speed probe {index}"
+            )
+            for index in range(self._num_records)
+        ]
+
+    def _start_reads(self, kept: Sequence[Record]) -> list[Transfer]:
+        return [
+            self._storage.get(record, self._blocks.of(index), owner=None)
+            for index, record in enumerate(kept)
+        ]
+
+    def _write(self) -> list[Record]:
+        records = self._start_writes()
+        self._finish([record.write for record in records])
+        return records
+
+    def _finish(self, transfers: Sequence[Transfer]) -> None:
+        # Looks instead of waiting: `wait` makes its transfer urgent, which would change the order
+        # that is being measured. It is called when all is over, for the errors.
+        until_ns = perf_counter_ns() + _PATIENCE_NS
+        while not all(t.done for t in transfers) and perf_counter_ns() < until_ns:
+            sleep(0.0003)
+        for transfer in transfers:
+            self._storage.wait(transfer, what="measuring the speed of storage")
+
+    def _drop(self, records: Iterable[Record]) -> None:
+        for record in records:
+            self._storage.drop(record)
+
+
+def _moved_until(end_ns: int, transfers: Iterable[Transfer]) -> int:
+    nbytes = 0
+    for transfer in transfers:
+        if transfer.end_ns <= end_ns:
+            nbytes += transfer.nbytes
+        elif transfer.start_ns < end_ns:
+            spent_ns = end_ns - transfer.start_ns
+            nbytes += transfer.nbytes * spent_ns // (transfer.end_ns - transfer.start_ns)
+    return nbytes
+
+
+def _remembered(key: str) -> Link | None:
+    facts = load(key, version=_VERSION, max_age_s=_MAX_AGE_S)
+    if facts is None:
+        return None
+    numbers = {name: value for name, value in facts.items() if isinstance(value, int) and value > 0}
+    if set(numbers) != set(Link.__dataclass_fields__):
+        return None
+    return Link(**numbers)
+
+
+def _measure_memory() -> Link:
+    with _Blocks(4) as blocks:
+        views = [view(address, _RECORD_BYTES) for address in blocks.addresses]
+        nbytes = 0
+        started_ns = perf_counter_ns()
+        while perf_counter_ns() - started_ns < _PHASE_NS:
+            for index, part in enumerate(views):
+                part[:] = views[index - 1]
+                nbytes += _RECORD_BYTES
+        speed = nbytes * 10**9 // (perf_counter_ns() - started_ns)
+    return Link(
+        out_bytes_per_s=speed,
+        back_bytes_per_s=speed,
+        out_while_back_bytes_per_s=speed // 2,  # one memory serves both
+        back_while_out_bytes_per_s=speed // 2,
+        latency_ns=10_000,
+    )
+
+
+def _accelerator() -> str | None:
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def _measure_accelerator(device: str) -> Link:
+    """Copies between pinned memory and `device` on streams of their own. Not run on a GPU yet."""
+    import torch
+
+    pinned = [torch.empty(4 * _RECORD_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    there = [torch.empty_like(block, device=device) for block in pinned]
+    streams = [torch.Stream(device) for _ in range(2)]
+
+    def seconds(*, out: bool, back: bool) -> float:
+        torch.accelerator.synchronize()
+        started_ns = perf_counter_ns()
+        for _ in range(8):
+            if out:
+                with streams[0]:
+                    pinned[0].copy_(there[0], non_blocking=True)
+            if back:
+                with streams[1]:
+                    there[1].copy_(pinned[1], non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+        return (perf_counter_ns() - started_ns) / 1e9
+
+    nbytes = 8 * pinned[0].nbytes
+    seconds(out=True, back=True)  # the first copies set things up
+    out, back = (round(nbytes / seconds(out=is_out, back=not is_out)) for is_out in (True, False))
+    both = round(nbytes / seconds(out=True, back=True))
+    return Link(
+        out_bytes_per_s=out,
+        back_bytes_per_s=back,
+        out_while_back_bytes_per_s=min(out, both),
+        back_while_out_bytes_per_s=min(back, both),
+        latency_ns=20_000,
+    )
