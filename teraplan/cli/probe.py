@@ -15,7 +15,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="DIR",
-        help="storage directories to be measured together",
+        help="storage directories to be measured",
     )
     parser.add_argument(
         "--refresh", action="store_true", help="measure again, even if there is a cached result"
@@ -26,10 +26,10 @@ def _run(options: argparse.Namespace) -> int:
     links = _measure(tuple(options.storage), refresh=options.refresh)
     if options.json:
         emit_json(links_json(links))
-    elif links:
-        emit(links_text(links))
     else:
-        emit("Nothing to measure: no accelerator, and no directory given with --storage.")
+        emit(links_text(links))
+        if not options.storage:
+            emit("Name directories with --storage to measure them too.")
     return DONE
 
 
@@ -37,9 +37,12 @@ def _measure(directories: tuple[Path, ...], *, refresh: bool) -> list[tuple[str,
     from teraplan.runtime.links import host_link, storage_link
 
     links: list[tuple[str, Link]] = []
-    host = host_link(refresh=refresh)
+    # Without an accelerator the device is the CPU, and its link a copy within host memory.
+    host = host_link(refresh=refresh) or host_link("cpu", refresh=refresh)
     if host is not None:
         links.append(("host", host))
+    if len(directories) > 1:
+        links += [(str(path), storage_link((path,), refresh=refresh)) for path in directories]
     if directories:
         links.append(("storage", storage_link(directories, refresh=refresh)))
     return links
@@ -50,8 +53,9 @@ COMMAND = Command(
     summary="measures the links to host memory and storage",
     description=(
         "Measures how fast bytes leave the device and come back, over each link alone and in both\n"
-        "directions at once. Results are kept per machine and used by planning; --refresh\n"
-        "measures again. Takes a few seconds per link."
+        "directions at once. Several directories are measured one by one and, as they will be\n"
+        "used, together (the row `storage`). Results are kept per machine and used by planning;\n"
+        "--refresh measures again. Takes a second or two per row."
     ),
     example="teraplan probe --storage /mnt/nvme0 --refresh",
     add_arguments=_add_arguments,

@@ -7,6 +7,7 @@ storage out        [=====][=====]        planned
                     [====][======]       actual, if there is a run
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from teraplan.units import format_bandwidth, format_nbytes, format_ns
 
 _LEAST_BAR = 1 / 900
 """Of the axis: what is shorter is drawn as long as this, or it could not be seen."""
+_WIDENED_UP_TO = 120
+"""Bars of a colour; more of them, all widened, would claim time that they did not take."""
 _EDGES_UP_TO = 120
 """Bars in a row; white edges between more of them would leave little of the bars."""
 _LINKS = tuple((tier, way) for tier in (Tier.HOST, Tier.STORAGE) for way in Direction)
@@ -153,8 +156,10 @@ def draw_links(axes: Axes, rows: Sequence[LinkRow], longest_ns: int) -> None:
 def _draw_row(axes: Axes, row: LinkRow, longest_ns: int) -> None:
     lane_height = row.height / row.num_lanes
     groups: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    num_bars = Counter(bar.colour for bar in row.bars)
     for bar in row.bars:
-        width_ns = max(bar.end_ns - bar.start_ns, longest_ns * _LEAST_BAR)
+        few = num_bars[bar.colour] <= _WIDENED_UP_TO
+        width_ns = max(bar.end_ns - bar.start_ns, longest_ns * _LEAST_BAR if few else 0)
         span = (bar.start_ns / 1e9, width_ns / 1e9)
         groups.setdefault((bar.lane, bar.colour), []).append(span)
     edge = 0.6 if len(row.bars) <= _EDGES_UP_TO else 0.0

@@ -300,14 +300,19 @@ def test_probe(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     assert main(["probe", "--storage", "/a", "--json"]) == 0
     assert loaded(capsys)["storage"]["latency_ns"] == 90_000
     assert refreshed == [True, False]
+    assert main(["probe", "--storage", "/a", "/b", "--json"]) == 0
+    assert list(loaded(capsys)) == ["/a", "/b", "host", "storage"]
 
 
-def test_probe_with_nothing_to_measure(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    install(monkeypatch, "links", host_link=lambda *, refresh: None, storage_link=None)
+def test_probe_without_accelerator(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    def host_link(device: str | None = None, *, refresh: bool) -> Link | None:
+        return LINK if device == "cpu" else None
+
+    install(monkeypatch, "links", host_link=host_link, storage_link=None)
     assert main(["probe"]) == 0
-    assert "no directory given with --storage" in capsys.readouterr().out
+    assert "Name directories with --storage" in capsys.readouterr().out
     assert main(["probe", "--json"]) == 0
-    assert loaded(capsys) == {}
+    assert list(loaded(capsys)) == ["host"]
 
 
 def test_an_error_of_the_storage_is_one_line(
@@ -316,7 +321,7 @@ def test_an_error_of_the_storage_is_one_line(
     def storage_link(directories: tuple[Path, ...], *, refresh: bool) -> Link:
         raise StorageUnusableError("/a is read-only; name another directory")
 
-    install(monkeypatch, "links", host_link=lambda *, refresh: None, storage_link=storage_link)
+    install(monkeypatch, "links", host_link=lambda *, refresh: LINK, storage_link=storage_link)
     assert main(["probe", "--storage", "/a"]) == 2
     assert_one_line(capsys, "teraplan probe: /a is read-only")
 
