@@ -8,7 +8,9 @@ from teraplan.report.table import TIMES
 
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])|(?<=\.c)\d+(?=/)")
 _NODE_NUMBER = re.compile(r"(_\d+)+$")
-_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+_TIMES = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
+_SIZES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_QUANTITY = re.compile(rf"(\d+(?:\.\d+)?)(?: ({'|'.join([*_TIMES, *_SIZES])})\b)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +85,32 @@ def node_label(name: str, layer: str) -> str:
 
 
 def text_template(text: str) -> str:
-    """`text` with its numbers as stars, so that reasons which differ only in numbers are equal."""
-    return _NUMBER.sub("*", text)
+    """`text` with its quantities as stars, so that reasons which differ only in numbers are equal.
+
+    "914 ms" and "1.2 s" are the same star, "914 ms" and "914 KiB" are not.
+    """
+    return _QUANTITY.sub(lambda match: f"*{_dimension(match[2])}", text)
 
 
 def merge_numbers(texts: Sequence[str]) -> str:
-    """Texts of one template as one, with the range of each number that differs: "idle 3-9 ms"."""
-    columns = [
-        _range_of(column) for column in zip(*(_NUMBER.findall(text) for text in texts), strict=True)
-    ]
-    spans = iter(columns)
-    return _NUMBER.sub(lambda _: next(spans), texts[0])
+    """Texts of one template as one, with the range of each quantity that differs: "idle 3-9 ms"."""
+    columns = zip(*(list(_QUANTITY.finditer(text)) for text in texts), strict=True)
+    spans = iter([_range_of(column) for column in columns])
+    return _QUANTITY.sub(lambda _: next(spans), texts[0])
 
 
-def _range_of(numbers: Sequence[str]) -> str:
-    low, high = min(numbers, key=float), max(numbers, key=float)
-    return low if low == high else f"{low}-{high}"
+def _dimension(unit: str | None) -> str:
+    if unit is None:
+        return ""
+    return "time" if unit in _TIMES else "size"
+
+
+def _value(match: re.Match[str]) -> float:
+    return float(match[1]) * (_TIMES | _SIZES).get(match[2], 1)
+
+
+def _range_of(matches: Sequence[re.Match[str]]) -> str:
+    low, high = min(matches, key=_value), max(matches, key=_value)
+    if low[0] == high[0]:
+        return low[0]
+    return f"{low[1] if low[2] == high[2] else low[0]}-{high[0]}"

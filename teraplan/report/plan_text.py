@@ -114,7 +114,7 @@ def _row_table(rows: Sequence[Row]) -> list[str]:
             format_nbytes(row.nbytes),
             format_ns(row.stall_ns) if row.stall_ns else "",
             row.when,
-            shorten(row.reason, 44),
+            shorten(row.reason, 64),
         )
         for row in rows
     ]

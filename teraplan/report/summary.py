@@ -52,11 +52,15 @@ def covered(plan: Plan) -> str:
     if not moved:
         return f"nothing moves, all {len(tensors)} tensors of the step stay on {_device(plan)}"
     kinds = Counter(tensors[tensor_id].kind for tensor_id in moved)
-    words = ", ".join(f"{count} {_PLURALS[kind]}" for kind, count in kinds.most_common())
+    words = ", ".join(_counted(count, kind) for kind, count in kinds.most_common())
     return (
         f"{len(moved)} of {len(tensors)} tensors move ({words}); "
         f'policy "{plan.policy}" on {_device(plan)}'
     )
+
+
+def _counted(count: int, kind: TensorKind) -> str:
+    return f"{count} {_PLURALS[kind] if count > 1 else kind.replace('_', ' ')}"
 
 
 def _device(plan: Plan) -> str:

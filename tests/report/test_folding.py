@@ -77,6 +77,28 @@ def test_reasons_that_differ_in_numbers_are_one() -> None:
     assert merge_numbers(reasons) == "idle 7.5-12 ms, saves 10"
 
 
+@pytest.mark.parametrize(
+    ("reasons", "merged"),
+    [
+        (
+            ["idle 914.00 ms at site 36", "idle 1.00 s at site 36"],
+            "idle 914.00 ms-1.00 s at site 36",
+        ),
+        (["3 MiB", "2.5 MiB", "4 MiB"], "2.5-4 MiB"),
+        (["2 of 3 sites"], "2 of 3 sites"),
+        (["5 seconds", "6 seconds"], "5-6 seconds"),
+        ([""], ""),
+    ],
+)
+def test_quantities_are_compared_with_their_units(reasons: list[str], merged: str) -> None:
+    assert len({text_template(reason) for reason in reasons}) == 1
+    assert merge_numbers(reasons) == merged
+
+
+def test_times_and_sizes_are_different_reasons() -> None:
+    assert text_template("5 ms") != text_template("5 MiB")
+
+
 def test_columns_line_up() -> None:
     assert aligned([("a", "1"), ("bbb", "22", "x")], "<>") == ["a     1", "bbb  22  x"]
     assert aligned([]) == []
