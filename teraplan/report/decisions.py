@@ -49,15 +49,13 @@ class Row:
 
 
 def decisions(plan: Plan) -> tuple[Decision, ...]:
-    """Every decision of `plan`, in order of tensors; those without windows are left out."""
+    """Every decision of `plan`, in order of tensors, at least one for each."""
     by_tensor: dict[int, list[Migration]] = {}
     for migration in plan.migrations:
         by_tensor.setdefault(migration.tensor_id, []).append(migration)
     found: list[Decision] = []
     for tensor_id, tensor in enumerate(plan.trace.tensors):
-        chosen: list[Migration | None] = [
-            *sorted(by_tensor.get(tensor_id, ()), key=lambda migration: migration.leave)
-        ]
+        chosen = sorted(by_tensor.get(tensor_id, ()), key=lambda migration: migration.leave)
         for place, choice in enumerate(chosen or [None]):
             found.append(
                 Decision(

@@ -12,23 +12,19 @@ _MARKS = {"ok": "✓", "note": "·", "warning": "!"}
 
 
 class MachineFact(Protocol):
-    """One thing that was found out about the machine."""
+    """One thing that was found out about the machine (`teraplan.runtime.machine_facts`)."""
 
     @property
-    def name(self) -> str:
-        """What it is about."""
+    def name(self) -> str: ...  # noqa: D102  what it is about
 
     @property
-    def value(self) -> str:
-        """What was found."""
+    def value(self) -> str: ...  # noqa: D102  what was found
 
     @property
-    def status(self) -> str:
-        """ "ok", "note" or "warning"."""
+    def status(self) -> str: ...  # noqa: D102  "ok", "note" or "warning"
 
     @property
-    def advice(self) -> str:
-        """What to do about it, "" if nothing."""
+    def advice(self) -> str: ...  # noqa: D102  what to do about it, "" if nothing
 
 
 def facts_text(facts: Sequence[MachineFact]) -> str:

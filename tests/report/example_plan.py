@@ -73,7 +73,7 @@ def make_trace() -> StepTrace:
             shape=(8, 2048, nbytes // (8 * 2048 * 2)),
             dtype="bfloat16",
             layer=f"blocks.{block}.{layer}",
-            windows=((saved[2 * block + part],) * 2, windows[2 * block + part]),
+            windows=((saved[2 * block + part], saved[2 * block + part]), windows[2 * block + part]),
         )
         for block in range(NUM_BLOCKS)
         for part, (layer, node, nbytes) in enumerate(PARTS)
