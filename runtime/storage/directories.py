@@ -11,6 +11,8 @@ from teraplan.runtime.storage.arena import Arena
 from teraplan.runtime.storage.arena_file import check_directory, open_unnamed
 from teraplan.runtime.storage.cache_directory import cache_home
 from teraplan.runtime.storage.file_system import DiskFacts, available_bytes, disk_facts
+from teraplan.runtime.storage.kvikio_arena import KvikioGdsArena, KvikioHostArena
+from teraplan.runtime.storage.kvikio_probe import probe
 from teraplan.runtime.storage.posix_arena import BufferedArena, DirectArena
 
 _log = logging.getLogger(__name__)
@@ -31,10 +33,13 @@ def open_directory(directory: Path, *, path: str, strict: bool) -> OpenedDirecto
     """An open arena in `directory`. `path` is "posix", "kvikio-host" or "kvikio-gds".
 
     Raises:
-        StorageUnusableError: no file can be made there.
+        StorageUnusableError: no file can be made there, or kvikio does not work here.
         FallbackRefusedError: `strict`, and it would not be direct I/O on a disk.
     """
     check_directory(directory)
+    reason = why_not(path, directory)
+    if reason:
+        raise StorageUnusableError(f"{path} cannot be used for {directory}: {reason}")
     disk = disk_facts(directory)
     fallbacks = _about_disk(directory, disk)
     _refuse_if(strict, fallbacks)
@@ -54,9 +59,12 @@ def open_directory(directory: Path, *, path: str, strict: bool) -> OpenedDirecto
     return OpenedDirectory(directory=directory, arena=arena, disk=disk, fallbacks=fallbacks)
 
 
-def why_not(path: str) -> str:
-    """Why the back end `path` cannot be used on this machine, "" if it can."""
-    return "" if path == "posix" else f"{path} is not built yet"
+def why_not(path: str, directory: Path) -> str:
+    """Why the back end `path` cannot be used for `directory`, "" if it can."""
+    if path == "posix":
+        return ""
+    facts = probe(directory)
+    return facts.why_no_gds if path == "kvikio-gds" else facts.why_no_host
 
 
 def _refuse_if(strict: bool, fallbacks: tuple[str, ...]) -> None:
@@ -65,7 +73,11 @@ def _refuse_if(strict: bool, fallbacks: tuple[str, ...]) -> None:
 
 
 def _open_arena(fd: int, path: str) -> tuple[Arena, str]:
-    assert path == "posix", f"no back end named {path}"
+    """The arena, and why it is not direct I/O ("" if it is)."""
+    if path == "kvikio-host":
+        return KvikioHostArena.open(fd), ""
+    if path == "kvikio-gds":
+        return KvikioGdsArena.open(fd), ""
     opened = DirectArena.try_open(fd)
     if isinstance(opened, str):
         return BufferedArena(fd), opened

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from teraplan.errors import ConfigError, StorageError, StorageFullError
-from teraplan.runtime.storage.directories import OpenedDirectory, open_directory
+from teraplan.runtime.storage.directories import OpenedDirectory, open_directory, why_not
 from teraplan.runtime.storage.file_system import available_bytes
 from teraplan.runtime.storage.store import Store
 from teraplan.runtime.storage.transfers import Record, Transfer
@@ -67,10 +67,13 @@ class Storage:
         deadline_s: float = 60.0,
         strict: bool = False,
         path: str = "auto",
+        device_memory: bool = False,
     ) -> "Storage":
         """A storage over `directories`, each with its own file, queue and threads.
 
-        `path` is one of "auto", "posix", "kvikio-host" and "kvikio-gds".
+        `path` is one of "auto", "posix", "kvikio-host" and "kvikio-gds". "auto" is posix, except
+        that a caller who could hand over addresses of an accelerator (`device_memory`) gets GDS
+        where the probe proves it for every directory; `takes_device_memory` then says so.
 
         Raises:
             ConfigError: no directory, or an unknown path.
@@ -81,7 +84,12 @@ class Storage:
             raise ConfigError("no storage directory was named")
         if path not in PATHS:
             raise ConfigError(f"{path!r} is no storage path; use one of {', '.join(PATHS)}")
-        chosen = "posix" if path == "auto" else path
+        chosen = path
+        if path == "auto":
+            has_gds = device_memory and not any(
+                why_not("kvikio-gds", Path(directory)) for directory in directories
+            )
+            chosen = "kvikio-gds" if has_gds else "posix"
         opened: list[OpenedDirectory] = []
         try:
             for directory in directories:

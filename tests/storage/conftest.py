@@ -62,7 +62,7 @@ def open_storage(
         monkeypatch.setattr(posix_arena, "direct_alignment", lambda fd: None)
         path = "posix"
     elif path == "kvikio-host":
-        reason = directories_module.why_not(path)
+        reason = directories_module.why_not(path, disk)
         if reason:
             pytest.skip(f"kvikio does not work here: {reason}")
 
