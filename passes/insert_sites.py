@@ -1,0 +1,216 @@
+"""Puts the migration ops around every saved activation of a forward graph and its backward.
+
+    forward                        backward
+    chain = enter(...)             chain = enter_backward(...)
+    x     = ...                    x     = need(token, chain, slot, ...)    before the first use
+    ...   = last use of x          ...   = last use of x
+    token = save(x, chain, slot)   done(x, token, chain, slot)
+    return ..., token
+
+Which activations really leave is not decided here: every one that is large enough gets its ops, and
+the runtime asks the active plan. Several saved tensors may look at one memory (the q, k and v of one
+projection); each has its slot, and the runtime, which sees the storage, moves the memory once.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from teraplan import ops
+from teraplan.graph_table import GraphTable, Slot
+from teraplan.passes.aliases import base_of, uses_of
+from teraplan.passes.module_path import module_path
+from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
+from teraplan.passes.workspace import largest_operation_nbytes, nbytes_of, workspace_nbytes
+
+MIN_SLOT_BYTES = 64 << 10
+"""Smaller tensors stay: a transfer of less costs more in calls than it frees in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A saved activation that gets ops: its output position, its nodes in both graphs."""
+
+    position: int
+    saved: fx.Node
+    placeholder: fx.Node
+
+
+def insert_sites(
+    forward: fx.Graph, backward: fx.Graph, *, num_outputs: int, static_inputs: Sequence[int]
+) -> GraphTable:
+    """Insert all ops into both graphs, in place, and return the table that they carry.
+
+    Args:
+        forward: returns `num_outputs` results of the user, then what the backward is given.
+        backward: has a placeholder of the same name for each of the latter.
+        num_outputs: number of results of the user.
+        static_inputs: positions of the forward's placeholders that live as long as the model
+            (parameters, buffers).
+    """
+    fingerprint = _hash(forward, backward)
+    candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
+    bases = {base_of(c.saved) for c in candidates}
+    table = GraphTable(
+        graph=fingerprint,
+        slots=tuple(
+            Slot(name=c.saved.name, layer=module_path(c.saved), nbytes=nbytes_of(c.saved))
+            for c in candidates
+        ),
+        uncovered=tuple(uncovered),
+        forward_workspace_bytes=workspace_nbytes(forward, bases),
+        backward_workspace_bytes=workspace_nbytes(backward, frozenset()),
+        largest_operation_bytes=largest_operation_nbytes(forward, _static(forward, static_inputs)),
+    )
+    if candidates:
+        tokens = _insert_saves(forward, candidates, table)
+        _insert_needs(backward, candidates, tokens, table)
+    return table
+
+
+def _hash(forward: fx.Graph, backward: fx.Graph) -> str:
+    text = f"{forward}\n{backward}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _static(forward: fx.Graph, static_inputs: Sequence[int]) -> set[fx.Node]:
+    inputs = forward.find_nodes(op="placeholder")
+    return {inputs[i] for i in static_inputs if i < len(inputs)}
+
+
+def _output_of(graph: fx.Graph) -> fx.Node:
+    return next(iter(graph.find_nodes(op="output")))
+
+
+def _candidates(
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, static_inputs: Sequence[int]
+) -> tuple[list[_Candidate], list[tuple[str, int, str]]]:
+    static = _static(forward, static_inputs)
+    placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    sizes = SizeNodes(backward)
+    candidates: list[_Candidate] = []
+    uncovered: list[tuple[str, int, str]] = []
+    for position, saved in enumerate(_output_of(forward).args[0]):
+        if position < num_outputs or not isinstance(saved, fx.Node):
+            continue
+        if not isinstance(saved.meta.get("val"), torch.Tensor) or base_of(saved) in static:
+            continue
+        placeholder = placeholders.get(saved.name)
+        why = _why_not(saved, placeholder, sizes)
+        if why is None and placeholder is not None:
+            candidates.append(_Candidate(position=position, saved=saved, placeholder=placeholder))
+        else:
+            uncovered.append((saved.name, nbytes_of(saved), why or "not passed to the backward"))
+    return candidates, uncovered
+
+
+def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> str | None:
+    """Why a saved tensor cannot have ops, or None if it can."""
+    value = saved.meta["val"]
+    if placeholder is None or not any(True for _ in uses_of(placeholder)):
+        return "not used in the backward graph"
+    if value.layout != torch.strided or value.is_quantized:
+        return f"layout {value.layout}"
+    if type(value) is not torch._subclasses.FakeTensor:
+        return f"tensor subclass {type(value).__name__}"
+    if nbytes_of(saved) < MIN_SLOT_BYTES:
+        return "small"
+    if any(
+        user.target is torch.ops.aten.copy_.default and user.args[0] is base_of(saved)
+        for user in base_of(saved).users
+    ):
+        return "overwritten in the graph"
+    try:
+        sizes.check((*value.shape, *value.stride()))
+    except UnknownSymbolError as error:
+        return f"size of unknown symbol {error}"
+    return None
+
+
+def _anchor(graph: fx.Graph) -> fx.Node:
+    """A tensor input on the device of the computation: gives the chain its device."""
+    tensors = [
+        n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    return next((n for n in tensors if n.meta["val"].device.type != "cpu"), tensors[0])
+
+
+def _last(nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    return max(nodes, key=order.__getitem__)
+
+
+def _insert_saves(
+    graph: fx.Graph, candidates: Sequence[_Candidate], table: GraphTable
+) -> dict[str, fx.Node]:
+    """Insert `enter` and each `save`; returns the token of each saved node by its name."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    last_input = _last(graph.find_nodes(op="placeholder"), order)
+    lasts = {
+        c.saved: _last([last_input, c.saved, *uses_of(base_of(c.saved))], order) for c in candidates
+    }
+    anchor = _anchor(graph)
+    with graph.inserting_after(last_input):
+        chain = graph.call_function(ops.enter, (anchor, table.to_json()))
+    chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
+    output = _output_of(graph)
+    results = list(output.args[0])  # type: ignore[arg-type]
+    tokens: dict[str, fx.Node] = {}
+    for slot, candidate in enumerate(candidates):
+        saved = candidate.saved
+        after = chain if lasts[saved] is last_input else lasts[saved]
+        with graph.inserting_after(after):
+            token = graph.call_function(ops.save, (saved, chain, slot), name=f"token_{saved.name}")
+        with saved.meta["val"].fake_mode:
+            token.meta["val"] = torch.empty(1, dtype=torch.int64)
+        if "saved_tensor_with_no_vc_check" in saved.meta:
+            token.meta["saved_tensor_with_no_vc_check"] = saved.meta[
+                "saved_tensor_with_no_vc_check"
+            ]
+        results[candidate.position] = token
+        tokens[saved.name] = token
+    output.args = (tuple(results),)
+    return tokens
+
+
+def _insert_needs(
+    graph: fx.Graph,
+    candidates: Sequence[_Candidate],
+    tokens: dict[str, fx.Node],
+    table: GraphTable,
+) -> None:
+    """Replace each placeholder by a token and its `need`; insert `enter_backward` and `done`."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    spans = []
+    for candidate in candidates:
+        uses = list(uses_of(candidate.placeholder))
+        first_user = min(candidate.placeholder.users, key=order.__getitem__)
+        spans.append((first_user, _last(uses, order)))
+    anchor = _anchor(graph)
+    token_inputs = [_token_input(graph, c, tokens[c.saved.name]) for c in candidates]
+    last_input = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last_input):
+        chain = graph.call_function(ops.enter_backward, (anchor, token_inputs[0], table.to_json()))
+    chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
+    sizes = SizeNodes(graph)
+    for slot, (candidate, token) in enumerate(zip(candidates, token_inputs, strict=True)):
+        first, last = spans[slot]
+        placeholder, value = candidate.placeholder, candidate.placeholder.meta["val"]
+        with graph.inserting_before(first):
+            size, stride = sizes.nodes(value.shape), sizes.nodes(value.stride())
+            need = graph.call_function(ops.need, (token, chain, slot, size, stride, value.dtype))
+        need.meta["val"] = value
+        placeholder.replace_all_uses_with(need)
+        graph.erase_node(placeholder)
+        with graph.inserting_after(last):
+            graph.call_function(ops.done, (need, token, chain, slot)).meta["val"] = None
+
+
+def _token_input(graph: fx.Graph, candidate: _Candidate, token: fx.Node) -> fx.Node:
+    """A placeholder for the token, where that of the saved tensor is."""
+    with graph.inserting_after(candidate.placeholder):
+        node = graph.placeholder(token.name)
+    node.meta["val"] = token.meta["val"]
+    return node

@@ -1,0 +1,71 @@
+"""Sizes of dynamic shapes as nodes of the backward graph."""
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+
+class UnknownSymbolError(Exception):
+    """A size depends on a symbol that the backward graph is not given."""
+
+
+class SizeNodes:
+    """Makes nodes for symbolic sizes in one graph, out of its SymInt placeholders."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._tracer = fx.proxy.GraphAppendingTracer(graph)
+        self._symbols: dict[sympy.Expr, fx.Node] = {}
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            if node.op == "placeholder" and isinstance(value, torch.SymInt):
+                self._symbols[value.node.expr] = node
+
+    def nodes(self, sizes: Iterable[Any]) -> list[Any]:
+        """Each size as an int or a node, inserted at the graph's current insertion point.
+
+        Raises:
+            UnknownSymbolError: if a size cannot be had from the placeholders.
+        """
+        return [self._node(size) for size in sizes]
+
+    def check(self, sizes: Iterable[Any]) -> None:
+        """Raise UnknownSymbolError if `nodes` would; inserts nothing."""
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                expr = size.node.expr
+                missing = expr.free_symbols - set(self._symbols)
+                if missing and expr not in self._symbols:
+                    raise UnknownSymbolError(", ".join(sorted(map(str, missing))))
+
+    def _node(self, size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr
+        if expr.is_Integer:
+            return int(expr)
+        if expr in self._symbols:
+            return self._symbols[expr]
+        before = set(self._graph.nodes)
+        bound = {s: fx.Proxy(self._symbols[s], self._tracer) for s in expr.free_symbols}
+        result = sympy_interp(PythonReferenceAnalysis, bound, expr)
+        for node in self._graph.nodes:
+            if node not in before:
+                node.meta["val"] = _evaluate(node)
+        self._symbols[expr] = result.node
+        return result.node
+
+
+def _evaluate(node: fx.Node) -> Any:
+    """The symbolic value of an arithmetic node from those of its arguments."""
+    arguments = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    target = node.target
+    assert callable(target), f"{node.name}: sizes are computed by function calls only"
+    assert target in vars(operator).values() or getattr(target, "__module__", ""), node.name
+    return target(*arguments)

@@ -1,0 +1,219 @@
+"""The CPU as a device: its memory is this process's, and leaving it means NVMe (or a host pool).
+
+A tensor is written straight from where it lies and read straight to where it will be used: the
+storage engine needs no staging memory, so there is none to count.
+"""
+
+import gc
+import platform
+import time
+
+import torch
+
+from teraplan.errors import StorageFullError
+from teraplan.hardware import Hardware, Tier
+from teraplan.run_record import Direction, TransferRecord
+from teraplan.runtime import census, process_memory
+from teraplan.runtime.device import Arrival, Copy, Device
+from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.storage import Record, Storage, StoreInfo, Transfer
+from teraplan.units import format_nbytes
+
+_RESERVED_FRACTION = 0.9
+"""Share of the available memory that a budget left open takes."""
+
+
+class _StorageCopy(Copy):
+    tier = Tier.STORAGE
+
+    def __init__(self, device: "CpuDevice", record: Record, label: str) -> None:
+        self.nbytes = record.nbytes
+        self.record = record
+        self.label = label
+        self._device = device
+
+    def wait_out(self) -> int:
+        waited = self._device.storage.wait(self.record.write, what=f"{self.label} to leave")
+        self._device.log_transfer(self.record.write, Tier.STORAGE)
+        return waited
+
+    def drop(self) -> None:
+        self._device.storage.drop(self.record)
+
+
+class _StorageArrival(Arrival):
+    def __init__(self, copy: _StorageCopy, device: "CpuDevice", *, urgent: bool) -> None:
+        record = copy.record
+        landing = torch.empty(record.nbytes + record.alignment, dtype=torch.uint8)
+        address = landing.data_ptr()
+        self._offset = (record.address_remainder - address) % record.alignment
+        self._landing, self._device, self._label = landing, device, copy.label
+        self._transfer = device.storage.get(
+            record, address + self._offset, owner=landing, urgent=urgent
+        )
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        waited = self._device.storage.wait(self._transfer, what=f"{self._label} to come back")
+        self._device.log_transfer(self._transfer, Tier.STORAGE)
+        return self._landing.untyped_storage(), self._offset, waited
+
+
+class _HostCopy(Copy):
+    tier = Tier.HOST
+
+    def __init__(self, device: "CpuDevice", source: torch.Tensor, label: str) -> None:
+        start_ns = time.perf_counter_ns()
+        self.nbytes = source.nbytes
+        self.data: torch.Tensor | None = source.clone()
+        self.label = label
+        self._device = device
+        device.log_copy(label, self.nbytes, Direction.OUT, start_ns)
+
+    def wait_out(self) -> int:
+        return 0
+
+    def drop(self) -> None:
+        if self.data is not None:
+            self.data = None
+            self._device.host_bytes -= self.nbytes
+
+
+class _HostArrival(Arrival):
+    def __init__(self, copy: _HostCopy, device: "CpuDevice") -> None:
+        assert copy.data is not None, f"{copy.label}: its host copy has been dropped"
+        start_ns = time.perf_counter_ns()
+        self._landing = copy.data.clone()
+        device.log_copy(copy.label, copy.nbytes, Direction.BACK, start_ns)
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        return self._landing.untyped_storage(), 0, 0
+
+
+class CpuDevice(Device):
+    """This process's memory as the device tier."""
+
+    type = "cpu"
+
+    def __init__(self, *, storage: Storage, host_bytes: int) -> None:
+        self.name = f"cpu {platform.machine()}"
+        self.host_budget_bytes = host_bytes
+        self.host_bytes = 0
+        self.storage = storage
+        self._malloc = Malloc()
+        self._malloc.keep_for_reuse()
+        self._exact = False
+        self._transfers: list[TransferRecord] = []
+
+    def hardware(self) -> Hardware:
+        from teraplan.runtime.links import host_link, storage_link
+
+        storage = self.storage
+        directories = [store.directory for store in storage.stores]
+        return Hardware(
+            device=self.name,
+            device_capacity_bytes=self.capacity_bytes(),
+            host_capacity_bytes=self.host_budget_bytes,
+            storage_capacity_bytes=storage.free_bytes + storage.bytes_in_use,
+            host_link=host_link("cpu") if self.host_budget_bytes else None,
+            storage_link=storage_link(directories),
+        )
+
+    def capacity_bytes(self) -> int:
+        held = census.tensor_nbytes("cpu")
+        return held + int(process_memory.available_bytes() * _RESERVED_FRACTION)
+
+    def state_bytes(self) -> int:
+        return census.tensor_nbytes("cpu")
+
+    def measure_exactly(self) -> None:
+        gc.collect()
+        self._exact = True
+
+    def run_fast(self) -> None:
+        gc.collect()
+        self._malloc.trim()
+        self._exact = False
+
+    def resident_bytes(self) -> int:
+        return process_memory.resident_bytes()
+
+    def take_peak(self) -> int:
+        peak = process_memory.peak_bytes()
+        if self._exact:
+            self._malloc.trim()
+        process_memory.reset_peak()
+        return peak
+
+    def peak_bytes(self) -> int:
+        return process_memory.peak_bytes()
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def elapsed_ns(self, start: object, end: object) -> int:
+        assert isinstance(start, int)
+        assert isinstance(end, int)
+        return end - start
+
+    def start_out(self, tensor: torch.Tensor, tier: Tier, label: str) -> Copy:
+        storage = tensor.untyped_storage()
+        if tier is Tier.HOST:
+            return self._copy_to_host(storage, label)
+        record = self.storage.put(storage.data_ptr(), storage.nbytes(), owner=storage, label=label)
+        return _StorageCopy(self, record, label)
+
+    def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
+        if isinstance(copy, _HostCopy):
+            return _HostArrival(copy, self)
+        assert isinstance(copy, _StorageCopy)
+        return _StorageArrival(copy, self, urgent=urgent)
+
+    def take_transfers(self) -> tuple[TransferRecord, ...]:
+        transfers, self._transfers = tuple(self._transfers), []
+        return transfers
+
+    def stores(self) -> tuple[StoreInfo, ...]:
+        return self.storage.stores
+
+    def close(self) -> None:
+        self.storage.close()
+
+    def log_transfer(self, transfer: Transfer, tier: Tier) -> None:
+        """Remember a finished transfer of the storage engine."""
+        self._transfers.append(
+            TransferRecord(
+                tensor=transfer.label,
+                nbytes=transfer.nbytes,
+                direction=transfer.direction,
+                tier=tier,
+                store=transfer.store,
+                start_ns=transfer.start_ns,
+                end_ns=transfer.end_ns,
+            )
+        )
+
+    def log_copy(self, label: str, nbytes: int, direction: Direction, start_ns: int) -> None:
+        """Remember a copy within memory that has just finished."""
+        self._transfers.append(
+            TransferRecord(
+                tensor=label,
+                nbytes=nbytes,
+                direction=direction,
+                tier=Tier.HOST,
+                store="",
+                start_ns=start_ns,
+                end_ns=time.perf_counter_ns(),
+            )
+        )
+
+    def _copy_to_host(self, storage: torch.UntypedStorage, label: str) -> Copy:
+        nbytes = storage.nbytes()
+        if self.host_bytes + nbytes > self.host_budget_bytes:
+            raise StorageFullError(
+                f"{label}: the host tier has {format_nbytes(self.host_budget_bytes)}, of which "
+                f"{format_nbytes(self.host_bytes)} are taken; {format_nbytes(nbytes)} do not fit; "
+                "raise host_budget"
+            )
+        self.host_bytes += nbytes
+        source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+        return _HostCopy(self, source, label)

@@ -1,0 +1,122 @@
+"""What the engine asks of a device: how much memory is in use, and how bytes leave and come back.
+
+One implementation per kind of device (`cpu_device`, `cuda_device`); nothing else in the project
+knows which one it is. A copy out and a copy back run beside the computation:
+
+    copy    = device.start_out(tensor, tier, label)     the bytes are on their way out
+    waited  = copy.wait_out()                           ... and have left: the tensor may be freed
+    arrival = device.start_back(copy)                   memory is taken, the bytes are on their way
+    storage, waited = arrival.wait()                    ... and are there
+    copy.drop()                                         the copy is no longer needed
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from teraplan.hardware import Hardware, Tier
+from teraplan.run_record import TransferRecord
+from teraplan.runtime.storage import StoreInfo
+
+
+class Copy(ABC):
+    """The bytes of one storage in another tier, or on their way there."""
+
+    nbytes: int
+    tier: Tier
+
+    @abstractmethod
+    def wait_out(self) -> int:
+        """Wait until the bytes have left; the time waited in ns.
+
+        Raises:
+            StorageError, DeadlineError: the bytes could not leave; the tensor is still whole.
+        """
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Give back the room that the copy takes. Idempotent, safe with the copy under way."""
+
+
+class Arrival(ABC):
+    """Device memory that the bytes of a copy are coming to."""
+
+    @abstractmethod
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        """Wait for the bytes: the storage that holds them, their byte offset in it, ns waited.
+
+        Raises:
+            StorageError, IntegrityError, DeadlineError: the bytes could not be had.
+        """
+
+
+class Device(ABC):
+    """Memory and transfers of one device."""
+
+    name: str
+    type: str
+    """As in `torch.device(type)`."""
+
+    @abstractmethod
+    def hardware(self) -> Hardware:
+        """Capacities and link speeds, measured if they are not known yet."""
+
+    @abstractmethod
+    def capacity_bytes(self) -> int:
+        """Memory that this process may have of the device, what it uses already included."""
+
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of all tensors on the device now."""
+
+    @abstractmethod
+    def measure_exactly(self) -> None:
+        """Make `take_peak` exact, at the cost of speed, until `run_fast`."""
+
+    @abstractmethod
+    def run_fast(self) -> None:
+        """Prepare memory for steps at full speed."""
+
+    @abstractmethod
+    def resident_bytes(self) -> int:
+        """Bytes that the process holds of the device now, tensors or not."""
+
+    @abstractmethod
+    def take_peak(self) -> int:
+        """The most `resident_bytes` has been since the last call of this."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The same, measuring on."""
+
+    @abstractmethod
+    def mark(self) -> object:
+        """A point in the computation, for `elapsed_ns`."""
+
+    @abstractmethod
+    def elapsed_ns(self, start: object, end: object) -> int:
+        """Time of the computation between two marks; may wait for the device."""
+
+    @abstractmethod
+    def start_out(self, tensor: torch.Tensor, tier: Tier, label: str) -> Copy:
+        """Start copying all bytes of `tensor`'s storage to `tier`; keeps them alive meanwhile.
+
+        Raises:
+            StorageFullError: there is no room; nothing has happened.
+        """
+
+    @abstractmethod
+    def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
+        """Take device memory for a copy and start bringing its bytes back into it."""
+
+    @abstractmethod
+    def take_transfers(self) -> tuple[TransferRecord, ...]:
+        """Transfers finished since the last call, with `time.perf_counter_ns` times."""
+
+    @abstractmethod
+    def stores(self) -> tuple[StoreInfo, ...]:
+        """The storage directories and how they are reached."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all files, threads and memory. Idempotent."""

@@ -1,0 +1,113 @@
+"""Binds the migration ops to the session whose graph is running.
+
+A forward op finds its session through this thread's stack of running graph calls; a backward op,
+which autograd calls with nothing around it, through its token.
+"""
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from teraplan import ops
+from teraplan.graph_table import GraphTable
+from teraplan.runtime.engine import Engine
+from teraplan.runtime.tokens import owner_of
+
+if TYPE_CHECKING:
+    from teraplan.runtime.session import Session
+
+
+@dataclass(slots=True)
+class _Call:
+    """A graph call that is running on this thread."""
+
+    session: "Session"
+    shapes: tuple[object, ...]
+    table: GraphTable | None = None
+    number: int = -1
+
+
+parse_table = functools.lru_cache(maxsize=None)(GraphTable.from_json)
+"""Tables are read at every call of their graph."""
+
+
+class _Running(threading.local):
+    call: _Call | None = None
+
+
+_running = _Running()
+
+
+@contextmanager
+def running(session: "Session", shapes: tuple[object, ...]) -> Iterator[None]:
+    """Within this, forward ops belong to `session`; `shapes` tells its input sizes apart."""
+    outer = _running.call
+    _running.call = _Call(session, shapes)
+    try:
+        yield
+    finally:
+        _running.call = outer
+
+
+def _current() -> _Call:
+    call = _running.call
+    assert call is not None, "a migration op ran outside of a teraplan graph"
+    return call
+
+
+def _chain(anchor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=anchor.device)
+
+
+def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
+    call = _current()
+    call.table = parse_table(table)
+    call.number = call.session.enter_forward(call.table, call.shapes)
+    return _chain(anchor)
+
+
+def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
+    _engine_of(token).enter_backward(token, parse_table(table))
+    return _chain(anchor)
+
+
+def _save(x: torch.Tensor, chain: torch.Tensor, slot: int) -> torch.Tensor:
+    call = _current()
+    assert call.table is not None, "save before enter"
+    return call.session.engine.save(x, call.table, call.number, slot)
+
+
+def _need(
+    token: torch.Tensor,
+    chain: torch.Tensor,
+    slot: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return _engine_of(token).need(token, size, stride, dtype)
+
+
+def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) -> None:
+    _engine_of(token).done(token)
+
+
+def _engine_of(token: torch.Tensor) -> Engine:
+    engine = owner_of(token)
+    assert isinstance(engine, Engine)
+    return engine
+
+
+for _name, _kernel in (
+    ("enter", _enter),
+    ("enter_backward", _enter_backward),
+    ("save", _save),
+    ("need", _need),
+    ("done", _done),
+):
+    ops.LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")

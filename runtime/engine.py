@@ -1,0 +1,340 @@
+"""Executes a plan: moves saved activations out and back at the sites of the running graphs.
+
+Without a plan (the first steps, or a step that turned out differently) it keeps to the budget by
+itself: when there is too much on the device, what was saved first leaves first, because backward
+runs in the opposite order and needs it last.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from teraplan.errors import BudgetExceededError, UnsupportedError
+from teraplan.graph_table import GraphTable
+from teraplan.hardware import Tier
+from teraplan.plan import Migration
+from teraplan.run_record import StallRecord
+from teraplan.runtime.device import Device
+from teraplan.runtime.recorder import StepRecorder
+from teraplan.runtime.saved import Saved, View
+from teraplan.runtime.schedule import Schedule
+from teraplan.runtime.tokens import key_of, make_token
+from teraplan.step_trace import SiteKind
+from teraplan.units import format_nbytes
+
+
+class Engine:
+    """The saved activations of one session. Its methods run inside the migration ops."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.recorder: StepRecorder | None = None
+        self.managed_bytes = 0
+        self.managed_peak_bytes = 0
+        self.unplanned_bytes = 0
+        self.diverged_at: int | None = None
+        self.limit_bytes = 0
+        self.stalls: list[StallRecord] = []
+        self._schedule: Schedule | None = None
+        self._views: dict[int, View] = {}
+        self._by_storage: dict[int, Saved] = {}
+        self._of_step: list[Saved] = []
+        self._resident: dict[int, Saved] = {}
+        self._call = -1
+        self._start_ns = 0
+        self._lock = threading.RLock()
+
+    @property
+    def idle(self) -> bool:
+        """True if no forward waits for its backward."""
+        return not self._views
+
+    @property
+    def unplanned(self) -> bool:
+        """True if the step runs without a plan."""
+        return self._schedule is None
+
+    @property
+    def finished_plan(self) -> bool:
+        """True if the step has run all sites of its plan."""
+        assert self.recorder is not None
+        return self._schedule is not None and self.recorder.num_sites >= len(self._schedule.sites)
+
+    def begin_step(
+        self, recorder: StepRecorder, schedule: Schedule | None, limit_bytes: int
+    ) -> None:
+        """Start a step: under `schedule`, or without a plan under `limit_bytes`."""
+        self.recorder = recorder
+        self._schedule = schedule
+        self.limit_bytes = limit_bytes
+        self.diverged_at = None
+        self.managed_peak_bytes = self.managed_bytes
+        self.unplanned_bytes = 0
+        self.stalls = []
+        self._of_step = []
+        self._call = -1
+        self._start_ns = time.perf_counter_ns()
+
+    def enter(self, table: GraphTable) -> int:
+        """A forward graph begins; returns the number of its call."""
+        with self._lock:
+            self._call += 1
+            self._arrive(SiteKind.ENTER, table.graph, self._call, False, None)
+            self._leave()
+            return self._call
+
+    def enter_backward(self, token: torch.Tensor, table: GraphTable) -> None:
+        """The backward of a forward graph begins."""
+        with self._lock:
+            call = self._view(token).call
+            self._arrive(SiteKind.ENTER, table.graph, call, True, None)
+            self._leave()
+
+    def save(self, x: torch.Tensor, table: GraphTable, call: int, slot: int) -> torch.Tensor:
+        """`x` has had its last use in the forward; returns the token that stands for it."""
+        with self._lock:
+            storage = x.untyped_storage()
+            saved = self._by_storage.get(storage._cdata)
+            if saved is None or saved.origin.expired() or not self._is_of_step(saved):
+                saved = self._add(x, storage, table, call, slot)
+            saved.tokens += 1
+            key, token = make_token(self)
+            byte_offset = x.storage_offset() * x.element_size()
+            self._views[key] = View(saved, byte_offset, call, table.graph)
+            self._arrive(SiteKind.SAVE, table.graph, call, False, saved)
+            self._leave()
+            return token
+
+    def need(
+        self, token: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The tensor that `token` stands for, on the device."""
+        with self._lock:
+            view = self._view(token)
+            saved = view.saved
+            self._arrive(SiteKind.NEED, view.graph, view.call, True, saved)
+            self._bring(saved)
+            saved.check_version()
+            saved.in_use += 1
+            assert saved.tensor is not None
+            storage = saved.tensor.untyped_storage()
+            offset = (saved.offset + view.byte_offset) // dtype.itemsize
+            result = torch.empty(0, dtype=dtype, device=saved.tensor.device)
+            result.set_(storage, offset, size, stride)
+            self._leave()
+            return result
+
+    def done(self, token: torch.Tensor) -> None:
+        """The tensor that `token` stands for has had its last use."""
+        with self._lock:
+            key = key_of(token)
+            view = self._view(token)
+            view.saved.in_use -= 1
+            self._arrive(SiteKind.DONE, view.graph, view.call, True, view.saved)
+            self.release(key)
+            self._leave()
+
+    def drop_all(self) -> None:
+        """Forget every saved activation: their backward will not run."""
+        for key in list(self._views):
+            self.release(key)
+
+    def _view(self, token: torch.Tensor) -> View:
+        view = self._views.get(key_of(token))
+        if view is None:
+            raise UnsupportedError(
+                "backward ran a second time over activations that the first one has used up; "
+                "retain_graph=True is not supported: run the forward again"
+            )
+        return view
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        storage: torch.UntypedStorage,
+        table: GraphTable,
+        call: int,
+        slot: int,
+    ) -> Saved:
+        assert self.recorder is not None
+        described = table.slots[slot]
+        saved = Saved(
+            name=f"{table.graph[:6]}.c{call}/{described.name}",
+            nbytes=storage.nbytes(),
+            origin=StorageWeakRef(storage),
+            tensor=x,
+            version=x._version,
+            order=len(self._of_step),
+        )
+        self._of_step.append(saved)
+        self._by_storage[storage._cdata] = saved
+        self._resident[id(saved)] = saved
+        self._take(saved.nbytes)
+        self.recorder.add_tensor(saved, tuple(x.shape), str(x.dtype)[6:], described.layer)
+        return saved
+
+    # -- sites ---------------------------------------------------------------------------------
+
+    def _arrive(
+        self, kind: SiteKind, graph: str, call: int, backward: bool, saved: Saved | None
+    ) -> None:
+        """Record the site and do what the plan asks for here."""
+        recorder = self.recorder
+        assert recorder is not None
+        site = recorder.num_sites
+        tensor = saved.order if saved is not None and self._is_of_step(saved) else None
+        recorder.arrive(kind, graph, call, backward, tensor)
+        schedule = self._schedule
+        if schedule is None:
+            if kind is SiteKind.SAVE:
+                self._make_room(0, self.limit_bytes)
+            return
+        if not self._as_planned(schedule, site, (kind, graph, call, backward, tensor)):
+            self._diverge(site)
+            return
+        actions = schedule.actions(site)
+        for order in actions.gone:
+            self._finish_leaving(self._of_step[order])
+        for order in actions.back:
+            self._start_back(self._of_step[order])
+        for migration in actions.leave:
+            self._start_leaving(self._of_step[migration.tensor_id], migration)
+        if self.managed_bytes > schedule.limits_bytes[site]:
+            self._make_room(0, schedule.limits_bytes[site], strict=True)
+
+    def _leave(self) -> None:
+        assert self.recorder is not None
+        self.recorder.leave(self.managed_bytes)
+
+    def _is_of_step(self, saved: Saved) -> bool:
+        return saved.order < len(self._of_step) and self._of_step[saved.order] is saved
+
+    def _as_planned(
+        self,
+        schedule: Schedule,
+        site: int,
+        actual: tuple[SiteKind, str, int, bool, int | None],
+    ) -> bool:
+        if site >= len(schedule.sites):
+            return False
+        planned = schedule.sites[site]
+        return actual == (
+            planned.kind,
+            planned.graph,
+            planned.call,
+            planned.backward,
+            planned.tensor_id,
+        )
+
+    def _diverge(self, site: int) -> None:
+        """The step does something else than the planned one: go on without a plan."""
+        assert self._schedule is not None
+        self.diverged_at = site
+        self.limit_bytes = min(self._schedule.limits_bytes)
+        self._schedule = None
+        self._make_room(0, self.limit_bytes)
+
+    # -- movements -----------------------------------------------------------------------------
+
+    def _start_leaving(self, saved: Saved, migration: Migration) -> None:
+        if saved.tensor is None or saved.copy is not None or saved.tokens == 0:
+            return
+        saved.check_version()
+        saved.copy = self.device.start_out(saved.tensor, migration.tier, saved.name)
+
+    def _finish_leaving(self, saved: Saved) -> None:
+        if saved.copy is None or saved.tensor is None or saved.in_use:
+            return
+        self._stalled(saved, saved.copy.wait_out())
+        saved.check_version()
+        saved.tensor = None
+        self._give_back(saved)
+
+    def _start_back(self, saved: Saved, *, urgent: bool = False) -> None:
+        if saved.copy is None or saved.resident or saved.tokens == 0:
+            return
+        saved.arrival = self.device.start_back(saved.copy, urgent=urgent)
+        self._resident[id(saved)] = saved
+        self._take(saved.nbytes)
+
+    def _bring(self, saved: Saved) -> None:
+        """Wait until `saved` is on the device."""
+        if not saved.resident:
+            if self._schedule is None:
+                self._make_room(saved.nbytes, self.limit_bytes)
+            self._start_back(saved, urgent=True)
+        if saved.arrival is None:
+            return
+        storage, offset, waited_ns = saved.arrival.wait()
+        self._stalled(saved, waited_ns)
+        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        saved.tensor = tensor.set_(storage, 0, (storage.nbytes(),), (1,))
+        saved.version = saved.tensor._version
+        saved.offset = offset
+        saved.arrival = None
+
+    def _make_room(self, nbytes: int, limit_bytes: int, *, strict: bool = False) -> None:
+        """Let the first-saved tensors leave until `nbytes` more fit under the limit."""
+        victims = iter([s for s in self._resident.values() if s.tensor is not None])
+        while self.managed_bytes + nbytes > limit_bytes:
+            victim = next(victims, None)
+            if victim is None:
+                if strict:
+                    self._overrun(limit_bytes)
+                return
+            if victim.in_use or victim.tokens == 0:
+                continue
+            if victim.copy is None:
+                victim.check_version()
+                assert victim.tensor is not None
+                victim.copy = self.device.start_out(victim.tensor, Tier.STORAGE, victim.name)
+                self.unplanned_bytes += victim.nbytes
+            self._finish_leaving(victim)
+
+    def _overrun(self, limit_bytes: int) -> None:
+        raise BudgetExceededError(
+            f"saved activations take {format_nbytes(self.managed_bytes)} where "
+            f"{format_nbytes(max(0, limit_bytes))} are left of device_budget, and none can leave; "
+            "raise device_budget"
+        )
+
+    def _stalled(self, saved: Saved, waited_ns: int) -> None:
+        if waited_ns > 0 and self.recorder is not None:
+            now = time.perf_counter_ns() - self._start_ns
+            self.stalls.append(
+                StallRecord(
+                    site=self.recorder.num_sites - 1,
+                    tensor=saved.name,
+                    start_ns=max(0, now - waited_ns),
+                    duration_ns=waited_ns,
+                )
+            )
+
+    def _take(self, nbytes: int) -> None:
+        self.managed_bytes += nbytes
+        self.managed_peak_bytes = max(self.managed_peak_bytes, self.managed_bytes)
+
+    def _give_back(self, saved: Saved) -> None:
+        if self._resident.pop(id(saved), None) is not None:
+            self.managed_bytes -= saved.nbytes
+
+    def release(self, key: int) -> None:
+        """A token is used up or gone. Runs from any thread, at any time."""
+        with self._lock:
+            view = self._views.pop(key, None)
+            if view is None:
+                return
+            saved = view.saved
+            saved.tokens -= 1
+            if saved.tokens:
+                return
+            if self._by_storage.get(saved.origin.cdata) is saved:
+                del self._by_storage[saved.origin.cdata]
+            self._give_back(saved)
+            saved.tensor = saved.arrival = None
+            if saved.copy is not None:
+                saved.copy.drop()
+                saved.copy = None

@@ -1,0 +1,44 @@
+"""How glibc's allocator treats freed memory: kept for the next tensor, or given back to the system.
+
+On a CPU device the device tier is this process's memory, so what `free` does decides what a plan
+achieves. Blocks of up to 32 MiB (glibc's maximum) come from the heap, and the heap is never trimmed
+by itself: the memory that one tensor leaves is where the next one goes, already touched. First
+touch costs a fault per page; with glibc's defaults, which trim and fault in every step, a step of a
+26 M parameter GPT took 2 % longer, and 11 % longer where every block was a mapping of its own.
+
+To measure what is in use, `trim` gives all free pages back at once.
+"""
+
+import ctypes
+import logging
+
+log = logging.getLogger(__name__)
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER_TRIM = 2**31 - 1
+_LARGEST_HEAP_BLOCK = 32 << 20
+
+
+class Malloc:
+    """The process's allocator; does nothing where it is not glibc's."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        self.available = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
+        self._library = library
+        if not self.available:
+            log.warning("the C library is not glibc: peak memory may exceed what a plan predicts")
+
+    def keep_for_reuse(self) -> None:
+        """Make freed blocks of up to 32 MiB stay in the process for later ones."""
+        self._set(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+        self._set(_M_TRIM_THRESHOLD, _NEVER_TRIM)
+
+    def trim(self) -> None:
+        """Give all free pages of the heap back to the system."""
+        if self.available:
+            self._library.malloc_trim(0)
+
+    def _set(self, parameter: int, value: int) -> None:
+        if self.available:
+            self._library.mallopt(parameter, value)

@@ -1,0 +1,61 @@
+"""One saved activation while it is alive: where its bytes are, and who still needs them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from teraplan.errors import UnsupportedError
+from teraplan.runtime.device import Arrival, Copy
+
+
+@dataclass(slots=True)
+class Saved:
+    """The memory of one storage that backward passes will need.
+
+    Exactly one of these holds: `tensor` is set (on the device, perhaps with a copy on its way
+    out), `arrival` is set (coming back), or only `copy` is (elsewhere).
+    """
+
+    name: str
+    nbytes: int
+    origin: StorageWeakRef
+    """The storage that was saved; it may outlive its stay here, in views of the user's."""
+    tensor: torch.Tensor | None
+    version: int
+    """Of `tensor` when it was saved: autograd's counter of modifications in place."""
+    order: int
+    """Number of this storage in the step."""
+    offset: int = 0
+    """Of the tensor's first byte in the storage that came back, against the one that left."""
+    copy: Copy | None = None
+    arrival: Arrival | None = None
+    tokens: int = 0
+    """Tokens of the graphs that have not been used up."""
+    in_use: int = 0
+    """Views handed to a running backward graph."""
+
+    @property
+    def resident(self) -> bool:
+        """True if its bytes take device memory."""
+        return self.tensor is not None or self.arrival is not None
+
+    def check_version(self) -> None:
+        """Raise if user code has changed the tensor since it was saved."""
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise UnsupportedError(
+                f"{self.name}: modified in place (version {self.version} -> "
+                f"{self.tensor._version}) after the forward saved it for the backward; "
+                "clone the tensor before changing it"
+            )
+
+
+@dataclass(slots=True, frozen=True)
+class View:
+    """What one token stands for: a place in a saved storage."""
+
+    saved: Saved
+    byte_offset: int
+    call: int
+    """The call of a graph that saved it."""
+    graph: str

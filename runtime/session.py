@@ -1,0 +1,363 @@
+"""One training run: decides for each step whether it is measured, planned for, or follows a plan.
+
+    step 0      graphs are compiled; the engine keeps to the budget by itself
+    step 1      memory is measured (`StepRecorder`, exactly and slowly)
+    step 2..    times are measured, `profile_steps` of them
+    then        a plan is made, and every following step of this kind runs under it
+
+A step ends where the next begins: at the first forward after an optimizer has stepped, with no
+forward left that waits for its backward. Steps whose first graph or input sizes differ are different
+kinds, each measured and planned by itself.
+"""
+
+import dataclasses
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from teraplan.check_plan import require_valid
+from teraplan.config import Config
+from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, TeraplanError
+from teraplan.graph_table import GraphTable
+from teraplan.hardware import Budgets, Hardware
+from teraplan.memory_curve import device_curve
+from teraplan.plan import Plan
+from teraplan.plan_file import read_plan, require_same_fingerprint
+from teraplan.planners import make_plan
+from teraplan.report.summary import plan_banner
+from teraplan.run_record import RunRecord, TransferRecord
+from teraplan.runtime.budget import GraphForecast
+from teraplan.runtime.case import Case
+from teraplan.runtime.device import Device
+from teraplan.runtime.engine import Engine
+from teraplan.runtime.recorder import StepRecorder
+from teraplan.runtime.report_files import ReportFiles
+from teraplan.runtime.schedule import Schedule
+from teraplan.runtime.session_status import status_of
+from teraplan.status import Status
+from teraplan.units import format_nbytes, format_ns
+
+log = logging.getLogger(__name__)
+
+_KEPT_RUNS = 64
+_MAX_EVENTS = 1_000_000
+_OVERSHOOT = 1.03
+"""Peak against budget from which the difference is reserved and the plan made anew."""
+_MAX_REPLANS = 2
+
+CaseKey = tuple[str, tuple[object, ...]]
+
+
+class Session:
+    """The graphs that were compiled under one configuration, and their steps."""
+
+    def __init__(self, config: Config, device: Device) -> None:
+        self.config = config
+        self.device = device
+        self.engine = Engine(device)
+        self.tables: dict[str, GraphTable] = {}
+        self.cases: dict[CaseKey, Case] = {}
+        self.active: Case | None = None
+        self.steps = 0
+        self.diverged_steps = 0
+        self.last_used_ns = 0
+        self.fallbacks: list[str] = []
+        self._forecast = GraphForecast(device)
+        self._hardware: Hardware | None = None
+        self._budget_bytes = 0
+        self._compiles = self._compiles_seen = 0
+        self._optimizer_known = self._optimizer_stepped = False
+        self._error: TeraplanError | None = None
+        self._replayed = self._read_replay() if config.plan != "auto" else None
+        self.reports = ReportFiles(config.report)
+        self._hook = register_optimizer_step_post_hook(_after_optimizer(weakref.ref(self)))
+        self._finalizer = weakref.finalize(self, _close, device, self._hook)
+
+    # -- what compiled graphs tell -------------------------------------------------------------
+
+    def compiled(self) -> None:
+        """Another graph has been compiled."""
+        self._compiles += 1
+
+    def optimizer_stepped(self) -> None:
+        """Some optimizer has updated its parameters."""
+        self._optimizer_known = self._optimizer_stepped = True
+
+    def enter_forward(self, table: GraphTable, shapes: tuple[object, ...]) -> int:
+        """A forward graph begins; returns the number of its call in the step.
+
+        Raises:
+            TeraplanError: training cannot go on within the budget, or with the given plan.
+        """
+        self.last_used_ns = time.perf_counter_ns()
+        if self._error is not None:
+            raise self._error
+        try:
+            self.tables.setdefault(table.graph, table)
+            if self._at_step_begin():
+                self._begin_step((table.graph, shapes))
+            elif self.engine.unplanned:
+                self.engine.limit_bytes = self._safe_limit()
+        except (InfeasibleBudgetError, FallbackRefusedError) as error:
+            self._error = error
+            raise
+        return self.engine.enter(table)
+
+    def status(self) -> Status:
+        """The session as it stands now."""
+        return status_of(self)
+
+    def close(self) -> None:
+        """Release files, threads and memory."""
+        self.engine.drop_all()
+        self._finalizer()
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _at_step_begin(self) -> bool:
+        recorder = self.engine.recorder
+        if recorder is None:
+            return True
+        if not self.engine.idle:
+            return False
+        return (
+            self._optimizer_stepped
+            or not self._optimizer_known
+            or self.engine.finished_plan
+            or recorder.num_sites > _MAX_EVENTS
+        )
+
+    def _begin_step(self, key: CaseKey) -> None:
+        self._finish_step()
+        case = self.cases.setdefault(key, Case(number=len(self.cases)))
+        self.active = case
+        if self._compiles == self._compiles_seen:
+            self._plan_if_ready(case)
+        self._optimizer_stepped = False
+        measure_memory = (
+            case.schedule is None
+            and case.memory is None
+            and case.repeats
+            and self._compiles == self._compiles_seen
+        )
+        recorder = StepRecorder(self.device, measure_memory=measure_memory)
+        if case.schedule is None:
+            self._forecast.refresh(self.tables.values())
+            self._refuse_hopeless_budget()
+        self.engine.begin_step(recorder, case.schedule, self._safe_limit())
+
+    def _finish_step(self) -> None:
+        recorder, case = self.engine.recorder, self.active
+        if recorder is None or case is None:
+            return
+        recorder.finish()
+        self.steps += 1
+        transfers = self.device.take_transfers()
+        compiled, self._compiles_seen = self._compiles != self._compiles_seen, self._compiles
+        if case.schedule is not None:
+            self._finish_planned_step(case, recorder, transfers)
+        elif not compiled and case.repeats:
+            case.add(recorder)
+            if recorder.measure_memory:
+                self.device.run_fast()
+            if not case.repeats:
+                self._fall_back(
+                    f"step kind {case.number} is different every time; it runs without a plan"
+                )
+
+    def _plan_if_ready(self, case: Case) -> None:
+        if case.schedule is not None:
+            return
+        if self._replayed is not None:
+            if case.last is not None or case.memory is not None:
+                self._replay(case)
+        elif case.measured(self.config.profile_steps):
+            self._make_plan(case)
+
+    def _finish_planned_step(
+        self, case: Case, recorder: StepRecorder, transfers: tuple[TransferRecord, ...]
+    ) -> None:
+        assert case.schedule is not None
+        engine = self.engine
+        if engine.diverged_at is not None:
+            self.diverged_steps += 1
+        case.runs.append(
+            RunRecord(
+                step=self.steps - 1,
+                duration_ns=recorder.total_ns(),
+                device_peak_bytes=self._counted_peak(case, recorder),
+                managed_peak_bytes=engine.managed_peak_bytes,
+                site_start_ns=recorder.site_starts_ns(),
+                managed_bytes=recorder.managed_bytes(),
+                transfers=_from_start(transfers, recorder.start_ns),
+                stalls=tuple(engine.stalls),
+            )
+        )
+        del case.runs[:-_KEPT_RUNS]
+        if len(case.runs) == 3:
+            self.reports.write_runs(case.number, case.schedule.plan, case.runs)
+            self._reserve_overshoot(case)
+
+    def _counted_peak(self, case: Case, recorder: StepRecorder) -> int:
+        assert case.schedule is not None
+        trace = case.schedule.plan.trace
+        managed = recorder.managed_bytes()
+        if len(managed) != len(trace.sites):
+            return trace.state_bytes + self.engine.managed_peak_bytes
+        return trace.state_bytes + max(
+            site.workspace_bytes + nbytes for site, nbytes in zip(trace.sites, managed, strict=True)
+        )
+
+    # -- plans ---------------------------------------------------------------------------------
+
+    def _make_plan(self, case: Case) -> None:
+        start_ns = time.perf_counter_ns()
+        trace = case.trace(torch_version=torch.__version__, kernels=self.config.kernels)
+        self.reports.write_trace(case.number, trace)
+        hardware = self._machine()
+        unlimited = int(device_curve(trace).max())
+        budgets = self._budgets(unlimited, hardware)
+        plan = make_plan(trace, hardware, budgets, policy=self.config.policy)
+        require_valid(plan)
+        elapsed = format_ns(time.perf_counter_ns() - start_ns)
+        log.info("planned %d sites in %s", len(trace.sites), elapsed)
+        self._follow(case, plan)
+
+    def _read_replay(self) -> Plan:
+        plan = read_plan(Path(self.config.plan))
+        require_valid(plan)
+        return plan
+
+    def _replay(self, case: Case) -> None:
+        assert self._replayed is not None
+        assert case.last is not None
+        trace = case.last.trace(
+            state_bytes=0,
+            durations_ns=(0,) * case.last.num_sites,
+            workspaces_bytes=(0,) * case.last.num_sites,
+            torch_version=torch.__version__,
+            kernels=self.config.kernels,
+        )
+        require_same_fingerprint(self._replayed, trace.fingerprint)
+        self._follow(case, self._replayed)
+
+    def _follow(self, case: Case, plan: Plan) -> None:
+        case.schedule = Schedule(plan)
+        case.runs.clear()
+        self.reports.write_plan(case.number, plan)
+        self.device.run_fast()
+        self.device.take_peak()
+        log.info("%s", plan_banner(plan))
+
+    def _reserve_overshoot(self, case: Case) -> None:
+        """Plan anew, with what the process took beyond the budget held back."""
+        actual = self.actual_peak_bytes()
+        assert case.schedule is not None
+        budget = case.schedule.plan.budgets.device_bytes
+        predicted = case.schedule.plan.prediction.device_peak_bytes
+        if actual <= budget * _OVERSHOOT or case.replans >= _MAX_REPLANS or self._replayed:
+            return
+        case.replans += 1
+        case.reserve_bytes += actual - max(budget, predicted)
+        previous = case.schedule.plan
+        log.info(
+            "peak was %s with a budget of %s; planning anew with the difference held back",
+            format_nbytes(actual),
+            format_nbytes(budget),
+        )
+        try:
+            self._make_plan(case)
+        except InfeasibleBudgetError:
+            self._follow(case, previous)
+            self._fall_back(
+                f"peak memory is {format_nbytes(actual)}, over the budget of "
+                f"{format_nbytes(budget)}: the allocator's fragmentation leaves no room for it"
+            )
+
+    def _machine(self) -> Hardware:
+        if self._hardware is None:
+            self._hardware = self.device.hardware()
+        return self._hardware
+
+    def _budgets(self, unlimited_peak_bytes: int, hardware: Hardware) -> Budgets:
+        device, host = self.config.device_budget, self.config.host_budget
+        return Budgets(
+            device_bytes=device.resolve(unlimited_peak_bytes)
+            if device is not None
+            else hardware.device_capacity_bytes,
+            host_bytes=min(host.resolve(unlimited_peak_bytes), hardware.host_capacity_bytes)
+            if host is not None
+            else hardware.host_capacity_bytes,
+            storage_bytes=hardware.storage_capacity_bytes,
+        )
+
+    # -- budgets before there is a plan --------------------------------------------------------
+
+    def device_budget_bytes(self) -> int:
+        """The device budget in force."""
+        case = self.active
+        if case is not None and case.schedule is not None:
+            return case.schedule.plan.budgets.device_bytes
+        if self.config.device_budget is None:
+            return self.device.capacity_bytes()
+        return self.config.device_budget.resolve(self._forecast.unlimited_peak_bytes)
+
+    def _safe_limit(self) -> int:
+        """Most managed bytes that keep a step without a plan under the budget."""
+        case = self.active
+        assert case is not None
+        budget = self._budget_bytes
+        if case.memory is not None:
+            return budget - case.memory.state_bytes - max(case.memory.workspaces_bytes)
+        return budget - self._forecast.other_bytes
+
+    def _refuse_hopeless_budget(self) -> None:
+        """Fail before any computation if state and the largest operation alone are too much."""
+        self._budget_bytes = self.device_budget_bytes()
+        if self.steps == 0 and self.config.device_budget is not None:
+            self._forecast.refuse_hopeless(self._budget_bytes)
+
+    def actual_peak_bytes(self) -> int:
+        """The most memory that tensors took since the plan came into force; -1 if unknown."""
+        case = self.active
+        if case is None or case.schedule is None or case.memory is None:
+            return -1
+        return self.device.peak_bytes() - case.memory.overhead_bytes
+
+    def _fall_back(self, what: str) -> None:
+        if self.config.strict:
+            raise FallbackRefusedError(f"strict is set, and {what}")
+        self.fallbacks.append(what)
+        log.warning("%s", what)
+
+
+def _from_start(transfers: tuple[TransferRecord, ...], start_ns: int) -> tuple[TransferRecord, ...]:
+    """The transfers with times counted from the start of their step."""
+    return tuple(
+        dataclasses.replace(
+            t, start_ns=max(0, t.start_ns - start_ns), end_ns=max(0, t.end_ns - start_ns)
+        )
+        for t in transfers
+    )
+
+
+def _after_optimizer(session: "weakref.ref[Session]") -> Callable[..., None]:
+    """What torch calls after every `Optimizer.step`; keeps no session alive."""
+
+    def after(*_: object) -> None:
+        alive = session()
+        if alive is not None:
+            alive.optimizer_stepped()
+
+    return after
+
+
+def _close(device: Device, hook: RemovableHandle) -> None:
+    hook.remove()
+    device.close()

@@ -1,0 +1,101 @@
+"""What a session tells of itself."""
+
+import statistics
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from teraplan.run_record import Direction, RunRecord
+from teraplan.status import Status, StoreStatus
+
+if TYPE_CHECKING:
+    from teraplan.runtime.session import Session
+
+_MEDIAN_OF = 5
+
+
+def status_of(session: "Session") -> Status:
+    """The session as it stands now."""
+    case = session.active
+    planned = case is not None and case.schedule is not None
+    slots = sum(slot.nbytes for t in session.tables.values() for slot in t.slots)
+    left = [item for t in session.tables.values() for item in t.uncovered]
+    uncovered = sum(nbytes for _, nbytes, _ in left)
+    recorder = session.engine.recorder
+    status = {
+        "phase": _phase(session),
+        "steps": session.steps,
+        "graphs": len(session.tables),
+        "sites": recorder.num_sites if recorder is not None else 0,
+        "coverage": slots / (slots + uncovered) if slots + uncovered else 0.0,
+        "uncovered": tuple(sorted(left, key=lambda item: -item[1])[:10]),
+        "device_budget_bytes": session.device_budget_bytes() if case is not None else -1,
+        "diverged_steps": session.diverged_steps,
+        "stores": _stores(session),
+        "fallbacks": tuple(session.fallbacks),
+    }
+    if planned:
+        status |= _of_plan(session)
+        if case is not None and case.runs:
+            status |= _of_runs(case.runs)
+    return Status(**status)  # type: ignore[arg-type]  # a dict of mixed types
+
+
+def _phase(session: "Session") -> str:
+    case = session.active
+    if case is None:
+        return "idle"
+    if case.schedule is not None:
+        return "planned"
+    if not case.repeats:
+        return "unplanned"
+    return "measuring" if session.steps else "first step"
+
+
+def _of_plan(session: "Session") -> dict[str, object]:
+    case = session.active
+    assert case is not None
+    assert case.schedule is not None
+    plan = case.schedule.plan
+    prediction = plan.prediction
+    paths = {what: session.reports.path(what, case.number) for what in ("plan", "trace", "run")}
+    return {
+        "state_bytes": plan.trace.state_bytes,
+        "unlimited_peak_bytes": prediction.unlimited_peak_bytes,
+        "predicted_peak_bytes": prediction.device_peak_bytes,
+        "predicted_managed_peak_bytes": prediction.managed_peak_bytes,
+        "ideal_step_ns": prediction.ideal_ns,
+        "predicted_step_ns": prediction.step_ns,
+        "actual_peak_bytes": session.actual_peak_bytes(),
+        **{f"{what}_path": str(path) if path is not None else "" for what, path in paths.items()},
+    }
+
+
+def _of_runs(runs: list[RunRecord]) -> dict[str, object]:
+    last = runs[-1]
+    stalls: Counter[str] = Counter()
+    for stall in last.stalls:
+        stalls[stall.tensor] += stall.duration_ns
+    moved: dict[Direction, Counter[str]] = {Direction.OUT: Counter(), Direction.BACK: Counter()}
+    for transfer in last.transfers:
+        moved[transfer.direction][transfer.tier.value] += transfer.nbytes
+    return {
+        "managed_peak_bytes": last.managed_peak_bytes,
+        "actual_step_ns": int(statistics.median(r.duration_ns for r in runs[-_MEDIAN_OF:])),
+        "stall_ns": sum(stalls.values()),
+        "stalls": tuple(stalls.most_common()),
+        "bytes_out": dict(moved[Direction.OUT]),
+        "bytes_back": dict(moved[Direction.BACK]),
+    }
+
+
+def _stores(session: "Session") -> tuple[StoreStatus, ...]:
+    return tuple(
+        StoreStatus(
+            directory=str(store.directory),
+            path=store.path,
+            file_system=store.file_system,
+            written_bytes=store.written_bytes,
+            read_bytes=store.read_bytes,
+        )
+        for store in session.device.stores()
+    )

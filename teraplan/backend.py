@@ -1,0 +1,108 @@
+"""`torch.compile(model, backend="teraplan")`: where Dynamo hands over a graph.
+
+The graph goes to Inductor (or AOTAutograd alone, kernels="aot_eager") with our partitioner, which
+puts the migration ops in. What comes back is wrapped so that its ops find their session. Sessions
+are shared by all graphs compiled under one configuration and live as long as one of these does.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.compile_fx import compile_fx
+
+from teraplan import ops  # noqa: F401  (defines the migration ops)
+from teraplan.config import Config
+from teraplan.errors import ConfigError, TeraplanError
+from teraplan.passes.partition import config_patches, partition
+from teraplan.runtime.dispatch import running
+from teraplan.runtime.open_device import open_device
+from teraplan.runtime.session import Session
+from teraplan.status import Status
+
+log = logging.getLogger(__name__)
+
+_sessions: "weakref.WeakValueDictionary[Config, Session]" = weakref.WeakValueDictionary()
+
+Compiled = Callable[..., Any]
+
+
+def teraplan(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+    **_: object,
+) -> Compiled:
+    """Compile one graph; the entry point of `torch.compile(backend="teraplan")`.
+
+    A mistake in the options is not raised here, where Dynamo would wrap it, but by the function
+    that is returned: the user sees a TeraplanError from the call of the model.
+    """
+    try:
+        if mode is not None:
+            raise ConfigError(
+                f'mode="{mode}" has no meaning for backend="teraplan"; remove it and use options={{...}}'
+            )
+        config = Config.resolve(options, os.environ)
+        session = _session(config, _device_type(example_inputs))
+    except TeraplanError as error:
+        return _raiser(error)
+    return _compile(gm, example_inputs, session)
+
+
+def current_status() -> Status:
+    """Status of the session that ran last, or of none."""
+    sessions = sorted(_sessions.values(), key=lambda s: s.last_used_ns)
+    return sessions[-1].status() if sessions else Status(phase="idle")
+
+
+def _session(config: Config, device_type: str) -> Session:
+    session = _sessions.get(config)
+    if session is None:
+        session = Session(config, open_device(config, device_type))
+        _sessions[config] = session
+    return session
+
+
+def _device_type(example_inputs: Sequence[Any]) -> str:
+    types = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    return next(iter(types - {"cpu"}), "cpu")
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Compiled:
+    session.compiled()
+    if session.config.kernels == "inductor":
+        compiled = compile_fx(gm, list(example_inputs), config_patches=config_patches())
+    else:
+        compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)(gm, example_inputs)
+    varying = [
+        i
+        for i, x in enumerate(example_inputs)
+        if not isinstance(x, torch.nn.Parameter) or isinstance(x, int)
+    ]
+
+    def call(*args: Any) -> Any:
+        shapes = tuple(_shape(args[i]) for i in varying)
+        with running(session, shapes):
+            return compiled(*args)
+
+    return call
+
+
+def _shape(value: Any) -> object:
+    return value.shape if isinstance(value, torch.Tensor) else value
+
+
+def _raiser(error: TeraplanError) -> Compiled:
+    def raise_error(*_: Any) -> Any:
+        raise error.with_traceback(None) from None
+
+    return raise_error

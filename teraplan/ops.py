@@ -1,0 +1,82 @@
+"""The migration ops: schemas and fake kernels. What they do is bound by `runtime/dispatch.py`.
+
+Every compiled forward and its backward carry them at each saved activation:
+
+    forward                                     backward
+    chain = enter(anchor, table)                chain = enter_backward(anchor, token_0, table)
+    x     = gelu(...)                           x     = need(token, chain, 3, size, stride, dtype)
+    ...                                         dx    = gelu_backward(dy, x)
+    token = save(x, chain, 3)                   done(x, token, chain, 3)
+
+The forward returns `token` (8 bytes) in the place of `x`; autograd saves it, the backward turns it
+back into the tensor. `slot` numbers the saved activations of one graph. `table` describes the graph
+(see `graph_table`), so that a graph which comes from a compile cache explains itself. All ops of a
+graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
+through every pass of Inductor. `save` and `done` say that they mutate `x` too (they do not), so that
+they come after every use of `x`, and no kernel writes its result in the place of `x` before.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+LIBRARY = torch.library.Library("teraplan", "DEF")
+
+# Inductor may give an intermediate other strides than the ones that the backward was traced with:
+# the strides in the graph are binding for every op here.
+_EXACT = (torch.Tag.needs_exact_strides,)
+
+LIBRARY.define("enter(Tensor anchor, str table) -> Tensor", tags=_EXACT)
+LIBRARY.define("enter_backward(Tensor anchor, Tensor token, str table) -> Tensor", tags=_EXACT)
+LIBRARY.define("save(Tensor(a!) x, Tensor(b!) chain, int slot) -> Tensor", tags=_EXACT)
+LIBRARY.define(
+    "need(Tensor token, Tensor(a!) chain, int slot, SymInt[] size, SymInt[] stride, "
+    "ScalarType dtype) -> Tensor",
+    tags=_EXACT,
+)
+LIBRARY.define("done(Tensor(a!) x, Tensor token, Tensor(b!) chain, int slot) -> ()", tags=_EXACT)
+
+enter = torch.ops.teraplan.enter.default
+enter_backward = torch.ops.teraplan.enter_backward.default
+save = torch.ops.teraplan.save.default
+need = torch.ops.teraplan.need.default
+done = torch.ops.teraplan.done.default
+
+ALL = (enter, enter_backward, save, need, done)
+
+
+def _fake_enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
+    return anchor.new_empty(0, dtype=torch.uint8)
+
+
+def _fake_enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
+    return anchor.new_empty(0, dtype=torch.uint8)
+
+
+def _fake_save(x: torch.Tensor, chain: torch.Tensor, slot: int) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+def _fake_need(
+    token: torch.Tensor,
+    chain: torch.Tensor,
+    slot: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return chain.new_empty(0, dtype=dtype).new_empty_strided(size, stride)
+
+
+def _fake_done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) -> None:
+    return None
+
+
+for _name, _fake in (
+    ("enter", _fake_enter),
+    ("enter_backward", _fake_enter_backward),
+    ("save", _fake_save),
+    ("need", _fake_need),
+    ("done", _fake_done),
+):
+    torch.library.register_fake(f"teraplan::{_name}", _fake, lib=LIBRARY)

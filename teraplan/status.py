@@ -1,0 +1,91 @@
+"""What `teraplan.status()` answers."""
+
+from dataclasses import dataclass, field
+
+from teraplan.units import format_nbytes, format_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStatus:
+    """One storage directory and how it is reached."""
+
+    directory: str
+    path: str
+    """The I/O path taken, e.g. "posix O_DIRECT"."""
+    file_system: str
+    written_bytes: int
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A session as it stands. Sizes in bytes, times in ns; -1 where nothing is known yet."""
+
+    phase: str
+    """"idle", "first step", "measuring", "planned" or "unplanned"."""
+    steps: int = 0
+    graphs: int = 0
+    sites: int = 0
+    """Sites of the step that ran last."""
+    coverage: float = 0.0
+    """Share of saved-activation bytes that can be moved, 0 to 1."""
+    uncovered: tuple[tuple[str, int, str], ...] = ()
+    """The largest saved activations that cannot: (name, bytes, why)."""
+    device_budget_bytes: int = -1
+    state_bytes: int = -1
+    unlimited_peak_bytes: int = -1
+    predicted_peak_bytes: int = -1
+    actual_peak_bytes: int = -1
+    """Measured by the device, since the plan came into force."""
+    predicted_managed_peak_bytes: int = -1
+    managed_peak_bytes: int = -1
+    """Counted by the engine in the last step."""
+    ideal_step_ns: int = -1
+    predicted_step_ns: int = -1
+    actual_step_ns: int = -1
+    """Median of the last planned steps."""
+    stall_ns: int = -1
+    """Waits for transfers in the last step."""
+    stalls: tuple[tuple[str, int], ...] = ()
+    """Waits of the last step by tensor, longest first."""
+    bytes_out: dict[str, int] = field(default_factory=dict[str, int])
+    """Bytes that left the device in the last step, by tier."""
+    bytes_back: dict[str, int] = field(default_factory=dict[str, int])
+    diverged_steps: int = 0
+    """Steps that did something else than was planned, and went on without a plan."""
+    stores: tuple[StoreStatus, ...] = ()
+    fallbacks: tuple[str, ...] = ()
+    plan_path: str = ""
+    trace_path: str = ""
+    run_path: str = ""
+
+    def __str__(self) -> str:
+        lines = [
+            f"teraplan: {self.phase}, {self.steps} steps, {self.graphs} graphs, {self.sites} sites",
+            f"  saved activations covered  {self.coverage:.1%}",
+            f"  device budget              {_bytes(self.device_budget_bytes)}",
+            f"  peak unlimited             {_bytes(self.unlimited_peak_bytes)}",
+            f"  peak predicted / actual    {_bytes(self.predicted_peak_bytes)}"
+            f" / {_bytes(self.actual_peak_bytes)}",
+            f"  step ideal                 {_time(self.ideal_step_ns)}",
+            f"  step predicted / actual    {_time(self.predicted_step_ns)}"
+            f" / {_time(self.actual_step_ns)}",
+            f"  waits in the last step     {_time(self.stall_ns)}",
+        ]
+        lines += [f"    {name}: {_time(ns)}" for name, ns in self.stalls[:5]]
+        for tier in sorted(self.bytes_out):
+            lines.append(
+                f"  {tier:8} out / back        {_bytes(self.bytes_out[tier])}"
+                f" / {_bytes(self.bytes_back.get(tier, 0))} per step"
+            )
+        lines += [f"  store {s.directory}: {s.path} on {s.file_system}" for s in self.stores]
+        lines += [f"  fallback: {text}" for text in self.fallbacks]
+        return "\n".join(lines)
+
+
+def _bytes(nbytes: int) -> str:
+    return format_nbytes(nbytes) if nbytes >= 0 else "not known yet"
+
+
+def _time(ns: int) -> str:
+    return format_ns(ns) if ns >= 0 else "not known yet"
