@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from teraplan.errors import StorageError
-from teraplan.runtime.storage import Storage, default_directory
-from teraplan.runtime.storage.file_system import available_bytes, direct_alignment, disk_facts
+from teraplan.runtime.storage import default_directory
+from teraplan.runtime.storage.directories import open_directory
+from teraplan.runtime.storage.file_system import available_bytes, direct_alignment
 from teraplan.runtime.storage.kvikio_probe import probe
 from teraplan.units import GIB, format_nbytes
 
@@ -179,20 +180,20 @@ def _kvikio(directory: Path) -> Iterator[Fact]:
 def _directory(directory: Path) -> Iterator[Fact]:
     name = str(directory)
     try:
-        with Storage.open([directory]) as storage:
-            (info,) = storage.stores
-            alignment = direct_alignment(storage.file_numbers[0])
-        disk = disk_facts(directory)
+        opened = open_directory(directory, path="posix", strict=False)
+        alignment = direct_alignment(opened.arena.fd)
+        opened.arena.close()
         free = available_bytes(directory)
     except StorageError as error:
         yield Fact(name=name, value="cannot be used", status=Status.WARNING, advice=str(error))
         return
-    kind = disk.disk or f"device {disk.device}"
+    disk = opened.disk
+    where = f"{disk.file_system}, {disk.disk or f'device {disk.device}'}"
     yield Fact(
         name=name,
-        value=f"{info.path} on {info.file_system}, {kind}",
-        status=Status.WARNING if info.fallbacks else Status.OK,
-        advice="\n".join(info.fallbacks),
+        value=opened.arena.path if disk.in_ram else f"{opened.arena.path} on {where}",
+        status=Status.WARNING if opened.fallbacks else Status.OK,
+        advice="\n".join(opened.fallbacks),
     )
     if alignment is not None:
         value = f"memory {alignment.memory} B, file {alignment.offset} B"

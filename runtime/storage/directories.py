@@ -54,8 +54,6 @@ def open_directory(directory: Path, *, path: str, strict: bool) -> OpenedDirecto
     except BaseException:
         os.close(fd)
         raise
-    for fallback in fallbacks:
-        _log.warning("storage: %s", fallback)
     return OpenedDirectory(directory=directory, arena=arena, disk=disk, fallbacks=fallbacks)
 
 

@@ -98,6 +98,9 @@ class Storage:
             for one in opened:
                 one.arena.close()
             raise
+        for one in opened:
+            for fallback in one.fallbacks:
+                _log.warning("storage: %s", fallback)
         _say_shared_disks(opened)
         return cls(opened, checksum=checksum, deadline_s=deadline_s)
 

@@ -52,6 +52,10 @@ def read_back() -> Callable[[Storage, Record], Bytes]:
     return read
 
 
+def _none(fd: int) -> None:
+    """What a kernel says about a file that has no direct I/O."""
+
+
 @pytest.fixture(params=["posix", "buffered", "kvikio-host"])
 def open_storage(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, disk: Path
@@ -59,7 +63,7 @@ def open_storage(
     """`open_storage(**options)`: a storage in `disk`, once for each back end that works here."""
     path: str = request.param
     if path == "buffered":
-        monkeypatch.setattr(posix_arena, "direct_alignment", lambda fd: None)
+        monkeypatch.setattr(posix_arena, "direct_alignment", _none)
         path = "posix"
     elif path == "kvikio-host":
         reason = directories_module.why_not(path, disk)

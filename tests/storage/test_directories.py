@@ -18,6 +18,18 @@ needs_tmpfs = pytest.mark.skipif(
 )
 
 
+def _no_alignment(fd: int) -> None:
+    """What a kernel says about a file that has no direct I/O."""
+
+
+def _nfs(directory: Path) -> str:
+    return "nfs"
+
+
+def _tmpfs(directory: Path) -> str:
+    return "tmpfs"
+
+
 def test_a_missing_directory_is_named(disk: Path) -> None:
     with pytest.raises(StorageUnusableError, match=r"absent cannot be used: No such file"):
         Storage.open([disk, disk / "absent"])
@@ -85,7 +97,7 @@ def test_ram_is_not_a_disk(caplog: pytest.LogCaptureFixture) -> None:
 def test_buffered_io_is_said_and_refused_when_strict(
     disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(posix_arena, "direct_alignment", lambda fd: None)
+    monkeypatch.setattr(posix_arena, "direct_alignment", _no_alignment)
     with caplog.at_level(logging.WARNING), Storage.open([disk]) as storage:
         (info,) = storage.stores
     assert info.path == "posix buffered"
@@ -98,7 +110,7 @@ def test_buffered_io_is_said_and_refused_when_strict(
 def test_a_network_file_system_is_said(
     disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(file_system, "_file_system", lambda directory: "nfs")
+    monkeypatch.setattr(file_system, "_file_system", _nfs)
     with caplog.at_level(logging.WARNING), Storage.open([disk]) as storage:
         assert "is on nfs, not on a local disk" in storage.stores[0].fallbacks[0]
     with pytest.raises(FallbackRefusedError, match="is on nfs"):
@@ -127,7 +139,7 @@ def test_the_default_directory_is_on_a_disk_and_works(monkeypatch: pytest.Monkey
 
 
 def test_no_default_directory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_system, "_file_system", lambda directory: "tmpfs")
+    monkeypatch.setattr(file_system, "_file_system", _tmpfs)
     with pytest.raises(StorageUnusableError, match="is a writable directory on a local disk"):
         default_directory()
 
