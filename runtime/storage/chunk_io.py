@@ -83,7 +83,8 @@ def _named(error: OSError, chunk: Chunk, directory: Path) -> StorageError:
     named = kind(
         f"{chunk.transfer.label}: {'write' if is_write else 'read'} of "
         f"{format_nbytes(chunk.nbytes)} at offset {chunk.offset} of the spill file in "
-        f"{directory} failed ({cause})" + (_full_advice(directory) if is_write else "")
+        f"{directory} failed ({cause})"
+        + (_full_advice(directory) if kind is StorageFullError else "")
     )
     named.errno = error.errno
     return named

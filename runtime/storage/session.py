@@ -123,6 +123,7 @@ class Storage:
     @property
     def stores(self) -> tuple[StoreInfo, ...]:
         """The directories as they are used now."""
+        self._check_process("status")
         return tuple(
             _info(opened, store) for opened, store in zip(self._opened, self._stores, strict=True)
         )
@@ -130,11 +131,13 @@ class Storage:
     @property
     def bytes_in_use(self) -> int:
         """Bytes of the files that records take."""
+        self._check_process("status")
         return sum(store.room()[0] for store in self._stores)
 
     @property
     def free_bytes(self) -> int:
         """Bytes that can still be put: free on each disk once, and free in each file."""
+        self._check_process("status")
         on_disks = {one.disk.device: available_bytes(one.directory) for one in self._opened}
         return sum(on_disks.values()) + sum(store.room()[1] for store in self._stores)
 
@@ -206,11 +209,21 @@ class Storage:
         return store.wait(transfer, what=what, deadline_s=self._deadline_s)
 
     def close(self) -> None:
-        """Ends running I/O, fails queued I/O, joins the threads, deletes the files."""
+        """Ends running I/O, fails queued I/O, joins the threads, deletes the files.
+
+        Also when garbage collection calls it, in any thread and at any point: where waiting would
+        be a dead-lock (in a worker, or under a store's lock), a thread of its own does the rest.
+        """
         with self._closing:
             if self._closed or os.getpid() != self._owner_pid:
                 return
             self._closed = True
+        if all(store.can_wait_here() for store in self._stores):
+            self._close_stores()
+        else:
+            threading.Thread(target=self._close_stores, name="teraplan-close", daemon=True).start()
+
+    def _close_stores(self) -> None:
         for store in self._stores:
             store.close(self._deadline_s)
         _open_sessions.remove(self)

@@ -164,6 +164,16 @@ class Store:
             self._free_dropped()
             return self._space.taken_bytes, self._space.free_bytes
 
+    def can_wait_here(self) -> bool:
+        """Whether the calling thread may wait for this store: no worker, not holding the lock."""
+        if threading.current_thread() in self._threads:
+            return False
+        # The lock is only ever held for an instant, unless by the caller itself.
+        if not self._lock.acquire(timeout=1.0):
+            return False
+        self._lock.release()
+        return True
+
     def close(self, timeout_s: float) -> None:
         """Ends running I/O, fails what is queued, joins the threads, deletes the file."""
         self._stop("the storage was closed")
@@ -282,7 +292,6 @@ class Store:
                 if transfer.num_chunks_left == 0:  # else a worker that has a chunk of it ends it
                     self._end(transfer)
             self._work.notify_all()
-            self._ended.notify_all()
 
     # ---- worker threads -------------------------------------------------------------------------
 
@@ -295,6 +304,8 @@ class Store:
             _log.critical("a storage worker of %s died", self._name, exc_info=error)
             self._worker_died = True
             self._stop(f"a storage worker died of {error!r}")
+            with self._lock:
+                self._ended.notify_all()
 
     def _next(self, prefers: Direction) -> Chunk | None:
         with self._lock:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -219,3 +220,25 @@ def test_dropping_in_a_finalizer_under_the_stores_own_lock_does_not_hang(
         with storage._stores[0]._lock:  # as if garbage collection ran inside a locked part
             storage.drop(record)
         assert storage.bytes_in_use == 0
+
+
+@pytest.mark.parametrize("where", ["under the lock", "in a worker"])
+def test_garbage_collection_may_close_the_storage_anywhere(
+    disk: Path, memory: Memory, where: str
+) -> None:
+    tensor = memory(MIB)
+    storage = Storage.open([disk])
+    if where == "in a worker":
+        storage.put(tensor.ctypes.data, MIB, owner=tensor, label="t", after=storage.close)
+    else:
+        with storage._stores[0]._lock:
+            storage.close()
+    until = time.monotonic() + 10
+    while _storage_threads() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _storage_threads()
+    assert not _spill_files()
+
+
+def _storage_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("teraplan-")]
