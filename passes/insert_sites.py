@@ -7,13 +7,13 @@
     token = save(x, chain, slot)   done(x, token, chain, slot)
     return ..., token
 
-Which activations really leave is not decided here: every one that is large enough gets its ops, and
-the runtime asks the active plan. Several saved tensors may look at one memory (the q, k and v of one
-projection); each has its slot, and the runtime, which sees the storage, moves the memory once.
+Which activations really leave is not decided here: every one that is large enough gets its ops,
+and the runtime asks the active plan. Several saved tensors may look at one memory (the q, k and v
+of one projection); each has its slot, and the runtime, which sees the storage, moves it once.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -130,10 +130,12 @@ def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> s
     return None
 
 
-def _anchor(graph: fx.Graph) -> fx.Node:
+def _anchor(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> fx.Node:
     """A tensor input on the device of the computation: gives the chain its device."""
     tensors = [
-        n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.Tensor)
+        n
+        for n in graph.find_nodes(op="placeholder")
+        if isinstance(n.meta.get("val"), torch.Tensor) and n not in excluded
     ]
     return next((n for n in tensors if n.meta["val"].device.type != "cpu"), tensors[0])
 
@@ -188,7 +190,7 @@ def _insert_needs(
         uses = list(uses_of(candidate.placeholder))
         first_user = min(candidate.placeholder.users, key=order.__getitem__)
         spans.append((first_user, _last(uses, order)))
-    anchor = _anchor(graph)
+    anchor = _anchor(graph, {c.placeholder for c in candidates})
     token_inputs = [_token_input(graph, c, tokens[c.saved.name]) for c in candidates]
     last_input = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last_input):

@@ -4,6 +4,7 @@ import logging
 import statistics
 from dataclasses import dataclass, field
 
+from teraplan.hardware import Budgets
 from teraplan.run_record import RunRecord
 from teraplan.runtime.recorder import Signature, StepRecorder
 from teraplan.runtime.schedule import Schedule
@@ -34,6 +35,7 @@ class Case:
     memory: MemoryProfile | None = None
     durations_ns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     schedule: Schedule | None = None
+    budgets: Budgets | None = None
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
     replans: int = 0

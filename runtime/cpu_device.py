@@ -14,7 +14,9 @@ from teraplan.errors import StorageFullError
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import Direction, TransferRecord
 from teraplan.runtime import census, process_memory
+from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.device import Arrival, Copy, Device
+from teraplan.runtime.inductor_memory import take_memory_from
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.storage import Record, Storage, StoreInfo, Transfer
 from teraplan.units import format_nbytes
@@ -23,10 +25,15 @@ _RESERVED_FRACTION = 0.9
 """Share of the available memory that a budget left open takes."""
 
 
+_WORTH_TRIMMING_BYTES = 16 << 20
+"""Less free memory than this is not worth the faults of touching it again."""
+
+
 class _StorageCopy(Copy):
     tier = Tier.STORAGE
 
-    def __init__(self, device: "CpuDevice", record: Record, label: str) -> None:
+    def __init__(self, device: "CpuDevice", record: Record, label: str, *, pooled: bool) -> None:
+        self.pooled = pooled
         self.nbytes = record.nbytes
         self.record = record
         self.label = label
@@ -44,7 +51,10 @@ class _StorageCopy(Copy):
 class _StorageArrival(Arrival):
     def __init__(self, copy: _StorageCopy, device: "CpuDevice", *, urgent: bool) -> None:
         record = copy.record
-        landing = torch.empty(record.nbytes + record.alignment, dtype=torch.uint8)
+        if copy.pooled:  # the pool's memory begins at a page, as that of the tensor did
+            landing = device.pool.empty_bytes(record.nbytes + record.address_remainder)
+        else:
+            landing = torch.empty(record.nbytes + record.alignment, dtype=torch.uint8)
         address = landing.data_ptr()
         self._offset = (record.address_remainder - address) % record.alignment
         self._landing, self._device, self._label = landing, device, copy.label
@@ -102,6 +112,7 @@ class CpuDevice(Device):
         self._malloc = Malloc()
         self._malloc.keep_for_reuse()
         self._exact = False
+        self.pool = CpuPool()
         self._transfers: list[TransferRecord] = []
 
     def hardware(self) -> Hardware:
@@ -131,7 +142,7 @@ class CpuDevice(Device):
 
     def run_fast(self) -> None:
         gc.collect()
-        self._malloc.trim()
+        self._trim()
         self._exact = False
 
     def resident_bytes(self) -> int:
@@ -140,9 +151,18 @@ class CpuDevice(Device):
     def take_peak(self) -> int:
         peak = process_memory.peak_bytes()
         if self._exact:
-            self._malloc.trim()
+            self._trim()
         process_memory.reset_peak()
         return peak
+
+    def keep_under(self, limit_bytes: int) -> None:
+        if process_memory.resident_bytes_fast() > limit_bytes:
+            free = self.pool.waiting_bytes + self._malloc.free_bytes()
+            if free > _WORTH_TRIMMING_BYTES:
+                self._trim()
+
+    def attach(self) -> None:
+        take_memory_from(self.pool.empty_strided)
 
     def peak_bytes(self) -> int:
         return process_memory.peak_bytes()
@@ -159,8 +179,9 @@ class CpuDevice(Device):
         storage = tensor.untyped_storage()
         if tier is Tier.HOST:
             return self._copy_to_host(storage, label)
-        record = self.storage.put(storage.data_ptr(), storage.nbytes(), owner=storage, label=label)
-        return _StorageCopy(self, record, label)
+        address = storage.data_ptr()
+        record = self.storage.put(address, storage.nbytes(), owner=storage, label=label)
+        return _StorageCopy(self, record, label, pooled=self.pool.owns(address))
 
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
         if isinstance(copy, _HostCopy):
@@ -177,6 +198,10 @@ class CpuDevice(Device):
 
     def close(self) -> None:
         self.storage.close()
+
+    def _trim(self) -> None:
+        self.pool.trim()
+        self._malloc.trim()
 
     def log_transfer(self, transfer: Transfer, tier: Tier) -> None:
         """Remember a finished transfer of the storage engine."""

@@ -86,6 +86,14 @@ class Device(ABC):
         """The most `resident_bytes` has been since the last call of this."""
 
     @abstractmethod
+    def keep_under(self, limit_bytes: int) -> None:
+        """Give free memory back to the system if the process holds more than `limit_bytes`."""
+
+    @abstractmethod
+    def attach(self) -> None:
+        """The compiled graph that is calling an op is about to allocate its tensors."""
+
+    @abstractmethod
     def peak_bytes(self) -> int:
         """The same, measuring on."""
 

@@ -67,12 +67,15 @@ def _chain(anchor: torch.Tensor) -> torch.Tensor:
 def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
     call = _current()
     call.table = parse_table(table)
+    call.session.device.attach()
     call.number = call.session.enter_forward(call.table, call.shapes)
     return _chain(anchor)
 
 
 def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
-    _engine_of(token).enter_backward(token, parse_table(table))
+    engine = _engine_of(token)
+    engine.device.attach()
+    engine.enter_backward(token, parse_table(table))
     return _chain(anchor)
 
 

@@ -37,6 +37,7 @@ class Engine:
         self.unplanned_bytes = 0
         self.diverged_at: int | None = None
         self.limit_bytes = 0
+        self._resident_limit_bytes: int | None = None
         self.stalls: list[StallRecord] = []
         self._schedule: Schedule | None = None
         self._views: dict[int, View] = {}
@@ -64,9 +65,21 @@ class Engine:
         return self._schedule is not None and self.recorder.num_sites >= len(self._schedule.sites)
 
     def begin_step(
-        self, recorder: StepRecorder, schedule: Schedule | None, limit_bytes: int
+        self,
+        recorder: StepRecorder,
+        schedule: Schedule | None,
+        limit_bytes: int,
+        resident_limit_bytes: int | None,
     ) -> None:
-        """Start a step: under `schedule`, or without a plan under `limit_bytes`."""
+        """Start a step: under `schedule`, or without a plan under `limit_bytes`.
+
+        Args:
+            recorder: writes the step down.
+            schedule: what to do, or None.
+            limit_bytes: most managed bytes in a step without a plan.
+            resident_limit_bytes: most bytes that the process is to hold of the device, if known.
+        """
+        self._resident_limit_bytes = resident_limit_bytes
         self.recorder = recorder
         self._schedule = schedule
         self.limit_bytes = limit_bytes
@@ -207,6 +220,8 @@ class Engine:
 
     def _leave(self) -> None:
         assert self.recorder is not None
+        if self._resident_limit_bytes is not None:
+            self.device.keep_under(self._resident_limit_bytes)
         self.recorder.leave(self.managed_bytes)
 
     def _is_of_step(self, saved: Saved) -> bool:

@@ -19,13 +19,26 @@ _NEVER_TRIM = 2**31 - 1
 _LARGEST_HEAP_BLOCK = 32 << 20
 
 
+class _MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of <malloc.h>."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        )
+    )
+
+
 class Malloc:
     """The process's allocator; does nothing where it is not glibc's."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
-        self.available = hasattr(library, "mallopt") and hasattr(library, "malloc_trim")
+        self.available = hasattr(library, "mallopt") and hasattr(library, "mallinfo2")
         self._library = library
+        if self.available:
+            library.mallinfo2.restype = _MallInfo
         if not self.available:
             log.warning("the C library is not glibc: peak memory may exceed what a plan predicts")
 
@@ -38,6 +51,10 @@ class Malloc:
         """Give all free pages of the heap back to the system."""
         if self.available:
             self._library.malloc_trim(0)
+
+    def free_bytes(self) -> int:
+        """Bytes of the heap that hold nothing; some of them may have been given back already."""
+        return int(self._library.mallinfo2().fordblks) if self.available else 0
 
     def _set(self, parameter: int, value: int) -> None:
         if self.available:

@@ -1,8 +1,11 @@
 """How much memory this process has, and may have, by Linux's own account."""
 
+import os
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
+_STATM = Path("/proc/self/statm")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -16,6 +19,12 @@ _CGROUP_FILES = (
 def resident_bytes() -> int:
     """Resident set size now."""
     return _status_bytes("VmRSS")
+
+
+def resident_bytes_fast() -> int:
+    """The same from a shorter file, for use at every site."""
+    with _STATM.open() as line:
+        return int(line.read().split()[1]) * _PAGE_BYTES
 
 
 def peak_bytes() -> int:

@@ -1,7 +1,7 @@
 """Writes down one step as it runs, and makes a StepTrace of it.
 
-At every site the engine calls `arrive` first and `leave` last. What lies between is the engine's own
-doing (waits, copies) and counts for neither the time nor the memory of the computation.
+At every site the engine calls `arrive` first and `leave` last. What lies between is the engine's
+own doing (waits, copies) and counts for neither the time nor the memory of the computation.
 """
 
 import hashlib

@@ -6,8 +6,8 @@
     then        a plan is made, and every following step of this kind runs under it
 
 A step ends where the next begins: at the first forward after an optimizer has stepped, with no
-forward left that waits for its backward. Steps whose first graph or input sizes differ are different
-kinds, each measured and planned by itself.
+forward left that waits for its backward. Steps whose first graph or input sizes differ are
+different kinds, each measured and planned by itself.
 """
 
 import dataclasses
@@ -150,7 +150,9 @@ class Session:
         if case.schedule is None:
             self._forecast.refresh(self.tables.values())
             self._refuse_hopeless_budget()
-        self.engine.begin_step(recorder, case.schedule, self._safe_limit())
+        self.engine.begin_step(
+            recorder, case.schedule, self._safe_limit(), self._resident_limit(case)
+        )
 
     def _finish_step(self) -> None:
         recorder, case = self.engine.recorder, self.active
@@ -221,9 +223,9 @@ class Session:
         trace = case.trace(torch_version=torch.__version__, kernels=self.config.kernels)
         self.reports.write_trace(case.number, trace)
         hardware = self._machine()
-        unlimited = int(device_curve(trace).max())
-        budgets = self._budgets(unlimited, hardware)
-        plan = make_plan(trace, hardware, budgets, policy=self.config.policy)
+        if case.budgets is None:
+            case.budgets = self._budgets(int(device_curve(trace).max()), hardware)
+        plan = make_plan(trace, hardware, case.budgets, policy=self.config.policy)
         require_valid(plan)
         elapsed = format_ns(time.perf_counter_ns() - start_ns)
         log.info("planned %d sites in %s", len(trace.sites), elapsed)
@@ -316,6 +318,11 @@ class Session:
         if case.memory is not None:
             return budget - case.memory.state_bytes - max(case.memory.workspaces_bytes)
         return budget - self._forecast.other_bytes
+
+    def _resident_limit(self, case: Case) -> int | None:
+        if case.memory is None or case.schedule is None:
+            return None
+        return case.schedule.plan.budgets.device_bytes + case.memory.overhead_bytes
 
     def _refuse_hopeless_budget(self) -> None:
         """Fail before any computation if state and the largest operation alone are too much."""

@@ -1,0 +1,132 @@
+"""Memory of large CPU tensors, reused while it is warm and given back when it would be too much.
+
+glibc's heap is no place for tensors that come and go under a budget: after one step its free holes
+held as much as the tensors did (1,001 MiB of heap for 626 MiB in use), and blocks that are mappings
+of their own cost a page fault per 4 KiB. Here a freed block waits for the next tensor of its size,
+and repeated layers ask for the same sizes again and again. In use and waiting together never exceed
+the most that has been in use at once: before that would happen, waiting blocks are unmapped.
+"""
+
+import ctypes
+import mmap
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+MIN_BLOCK_BYTES = 256 << 10
+"""Smaller tensors are left to the heap."""
+
+_ALIGNMENT = 64 << 10
+_HUGE_PAGE = 2 << 20
+
+
+class _Block:
+    """One mapping."""
+
+    __slots__ = ("address", "memory", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= 2 * _HUGE_PAGE:
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+class _Lease:
+    """What a tensor's memory belongs to: a ctypes array whose end returns the block to its pool.
+
+    One subclass per size, because a ctypes array type has its length.
+    """
+
+    _classes: dict[int, type] = {}  # noqa: RUF012  (a cache of types, as ctypes itself keeps one)
+
+    @classmethod
+    def of(cls, block: _Block, pool: "CpuPool") -> object:
+        """An object with the buffer interface over the block."""
+        kind = cls._classes.get(block.nbytes)
+        if kind is None:
+            kind = type("_LeaseArray", (ctypes.c_char * block.nbytes,), {"__del__": _end_of_lease})
+            cls._classes[block.nbytes] = kind
+        lease = kind.from_buffer(block.memory)
+        lease.block, lease.pool = block, pool
+        return lease
+
+
+def _end_of_lease(lease: object) -> None:
+    lease.pool.give_back(lease.block)  # type: ignore[attr-defined]
+
+
+class CpuPool:
+    """Blocks for tensors of `MIN_BLOCK_BYTES` and more. All methods are safe from any thread."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, list[_Block]] = OrderedDict()
+        self._addresses: set[int] = set()
+        self._lock = threading.RLock()
+        self.in_use_bytes = 0
+        self.waiting_bytes = 0
+        self._most_bytes = 0
+
+    def empty_strided(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """An uninitialized CPU tensor, as `torch.empty_strided` makes one."""
+        span = 1
+        for length, step in zip(size, stride, strict=True):
+            span += (length - 1) * step
+        if span * dtype.itemsize < MIN_BLOCK_BYTES or 0 in size:
+            return torch._C._dynamo.guards._empty_strided_cpu(size, stride, dtype)
+        flat = torch.frombuffer(self._lease(span * dtype.itemsize), dtype=dtype, count=span)
+        return flat.as_strided(size, stride)
+
+    def empty_bytes(self, nbytes: int) -> torch.Tensor:
+        """An uninitialized CPU tensor of `nbytes` bytes, aligned to a page."""
+        return torch.frombuffer(self._lease(nbytes), dtype=torch.uint8, count=nbytes)
+
+    def owns(self, address: int) -> bool:
+        """True if a tensor that starts at `address` has its memory from here."""
+        return address in self._addresses
+
+    def give_back(self, block: _Block) -> None:
+        """A block's tensor is gone. Called by the tensor's memory itself."""
+        with self._lock:
+            self.in_use_bytes -= block.nbytes
+            self._addresses.discard(block.address)
+            self._waiting.setdefault(block.nbytes, []).append(block)
+            self._waiting.move_to_end(block.nbytes)
+            self.waiting_bytes += block.nbytes
+
+    def trim(self) -> None:
+        """Unmap every waiting block, and forget how much has been in use at once."""
+        with self._lock:
+            self._unmap(self.waiting_bytes)
+            self._most_bytes = self.in_use_bytes
+
+    def _lease(self, nbytes: int) -> object:
+        nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            self.in_use_bytes += nbytes
+            self._most_bytes = max(self._most_bytes, self.in_use_bytes)
+            blocks = self._waiting.get(nbytes)
+            if blocks:
+                block = blocks.pop()
+                self.waiting_bytes -= nbytes
+            else:
+                self._unmap(self.in_use_bytes + self.waiting_bytes - self._most_bytes)
+                block = _Block(nbytes)
+            self._addresses.add(block.address)
+            return _Lease.of(block, self)
+
+    def _unmap(self, nbytes: int) -> None:
+        """Unmap waiting blocks of at least `nbytes`, of the sizes least recently freed first."""
+        while nbytes > 0 and self._waiting:
+            size, blocks = next(iter(self._waiting.items()))
+            while blocks and nbytes > 0:
+                blocks.pop().memory = None  # type: ignore[assignment]  # unmapped by its end
+                self.waiting_bytes -= size
+                nbytes -= size
+            if not blocks:
+                del self._waiting[size]
