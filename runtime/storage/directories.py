@@ -73,7 +73,8 @@ def _refuse_if(strict: bool, fallbacks: tuple[str, ...]) -> None:
 def _open_arena(fd: int, path: str) -> tuple[Arena, str]:
     """The arena, and why it is not direct I/O ("" if it is)."""
     if path == "kvikio-host":
-        return KvikioHostArena.open(fd), ""
+        host = KvikioHostArena.open(fd)
+        return host, "" if host.is_direct else "kvikio reports no direct I/O for this file"
     if path == "kvikio-gds":
         return KvikioGdsArena.open(fd), ""
     opened = DirectArena.try_open(fd)
@@ -126,5 +127,6 @@ def default_directory() -> Path:
 def _candidates() -> tuple[Path, ...]:
     named = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     home = cache_home()
-    last = (Path.cwd(),) if home is None else (home, Path.cwd())
+    here = Path(os.path.abspath(os.curdir)) if os.path.exists(os.curdir) else None
+    last = tuple(path for path in (home, here) if path is not None)
     return (named, Path("/var/tmp"), Path("/tmp"), *last)

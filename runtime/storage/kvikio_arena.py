@@ -72,6 +72,11 @@ class KvikioHostArena(_KvikioArena):
         with defaults.set({"compat_mode": kvikio.CompatMode.ON}):  # opening never touches cuFile
             return cls(fd, kvikio)
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether kvikio could open the file with O_DIRECT; else it goes through the page cache."""
+        return bool(self._file.is_direct_io_supported())
+
     def _buffer(self, address: int, nbytes: int) -> object:
         return view(address, nbytes)
 

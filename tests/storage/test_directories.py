@@ -1,5 +1,6 @@
 """Which directories are taken, which are refused, and what is said about them."""
 
+import errno
 import logging
 import os
 import subprocess
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from teraplan.errors import ConfigError, FallbackRefusedError, StorageUnusableError
-from teraplan.runtime.storage import Storage, default_directory, file_system, posix_arena
+from teraplan.runtime.storage import (
+    Storage,
+    default_directory,
+    directories,
+    file_system,
+    kvikio_arena,
+    posix_arena,
+)
+from teraplan.runtime.storage.kvikio_probe import KvikioFacts
 
 SHM = Path("/dev/shm")
 needs_tmpfs = pytest.mark.skipif(
@@ -74,12 +83,12 @@ def test_a_directory_without_permission_is_refused(disk: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("directories", "path", "message"),
+    ("names", "path", "message"),
     [([], "auto", "no storage directory was named"), ([Path("/")], "fast", "'fast' is no storage")],
 )
-def test_wrong_options_are_config_errors(directories: list[Path], path: str, message: str) -> None:
+def test_wrong_options_are_config_errors(names: list[Path], path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Storage.open(directories, path=path)
+        Storage.open(names, path=path)
 
 
 @needs_tmpfs
@@ -153,3 +162,33 @@ def test_alignment_is_what_the_kernel_says(disk: Path) -> None:
     assert alignment is not None
     assert 4096 % alignment.memory == 0
     assert alignment.offset % 512 == 0
+
+
+def test_a_path_that_does_not_work_here_is_refused_with_its_reason(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def probe(directory: Path) -> KvikioFacts:
+        return KvikioFacts(version="", why_no_host="no libcuda", why_no_gds="no nvidia-fs")
+
+    monkeypatch.setattr(directories, "probe", probe)
+    with pytest.raises(StorageUnusableError, match=r"kvikio-host cannot be used .*: no libcuda"):
+        Storage.open([disk], path="kvikio-host")
+    with pytest.raises(StorageUnusableError, match=r"kvikio-gds cannot be used .*: no nvidia-fs"):
+        Storage.open([disk], path="kvikio-gds")
+    with Storage.open([disk], device_memory=True) as storage:  # auto: GDS was not proved
+        assert not storage.takes_device_memory
+        assert storage.stores[0].path == "posix O_DIRECT"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("posix_io.hpp:173: POSIX error on pwrite: No space left on device", errno.ENOSPC),
+        ("posix_io.hpp:173: POSIX error on pread: Input/output error", errno.EIO),
+        ("posix_io.hpp:173: POSIX error on pread: EOF", errno.EIO),
+        ("something nobody has seen", errno.EIO),
+    ],
+)
+def test_words_of_kvikio_become_error_numbers(text: str, code: int) -> None:
+    error = kvikio_arena._with_errno(RuntimeError(text), 10)
+    assert error.errno == code
