@@ -15,6 +15,7 @@ from teraplan.memory_curve import Curve, device_curve, managed_curve, touched_cu
 from teraplan.step_trace import StepTrace
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 @final

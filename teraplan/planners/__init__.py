@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
 from teraplan.check_plan import require_valid
@@ -10,12 +11,16 @@ from teraplan.hardware import Budgets, Hardware
 from teraplan.plan import Plan
 from teraplan.planners.base import Planner, Problem, require_feasible
 from teraplan.planners.stall_driven import plan_by_stalls
+from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
 
 POLICIES: Mapping[str, Planner] = MappingProxyType(
     {
         "teraplan": plan_by_stalls,
+        "teraio": partial(plan_as_teraio, score=paper_ratio),
+        "teraio-prose": partial(plan_as_teraio, score=prose),
+        "teraio-area": partial(plan_as_teraio, score=g10_area),
     }
 )
 

@@ -11,12 +11,14 @@ should be done with them; then the copies in, in the order in which they are nee
 the order in which they go over the link; what is still free then goes to the copies out.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from teraplan.hardware import Link, Tier
-from teraplan.lifetimes import Ints
+from teraplan.lifetimes import Floats, Ints
+from teraplan.memory_curve import sum_ranges
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.room import Room, free_of
@@ -48,7 +50,7 @@ JUST_IN_TIME = Pace(just_in_time=True, margin=1.1)
 RELAXED = Pace(just_in_time=True, margin=2.0)
 
 
-def place(problem: Problem, moves: Moves, arrive: Ints, pace: Pace) -> tuple[Migration, ...]:
+def place(problem: Problem, moves: Moves, arrive: Floats, pace: Pace) -> tuple[Migration, ...]:
     """Migrations for `moves`, valid for the device limit.
 
     Args:
@@ -60,11 +62,11 @@ def place(problem: Problem, moves: Moves, arrive: Ints, pace: Pace) -> tuple[Mig
     periods = problem.lifetimes
     start, end = periods.start[moves.rows], periods.end[moves.rows]
     nbytes = periods.nbytes[moves.rows]
-    room = free_of(problem.limit_bytes, problem.device)
-    for first, last, size in zip(start.tolist(), end.tolist(), nbytes.tolist(), strict=True):
-        room.add(first, last, size)
-    gone = _copies_out(problem, moves, arrive, room)
-    back = _copies_in(problem, moves, arrive, room, gone, pace)
+    moved = zip(start.tolist(), end.tolist(), nbytes.tolist(), strict=True)
+    room = free_of(problem.limit_bytes, problem.device - sum_ranges(periods.num_sites, moved))
+    times = arrive.tolist()
+    gone = _copies_out(problem, moves, times, room)
+    back = _copies_in(problem, moves, times, room, gone, pace)
     for i in np.argsort(gone - start, kind="stable").tolist():
         if gone[i] > start[i]:
             later = room.latest_end(int(gone[i]), int(back[i]) - 1, int(nbytes[i]))
@@ -89,7 +91,7 @@ def transfer_ns(link: Link, nbytes: int, speed: int) -> float:
     return link.latency_ns + nbytes * 1e9 / speed
 
 
-def _copies_out(problem: Problem, moves: Moves, arrive: Ints, room: Room) -> Ints:
+def _copies_out(problem: Problem, moves: Moves, arrive: list[float], room: Room) -> Ints:
     """`gone` of each move; takes the room for the time until then."""
     periods = problem.lifetimes
     gone = periods.start[moves.rows].copy()
@@ -100,17 +102,17 @@ def _copies_out(problem: Problem, moves: Moves, arrive: Ints, room: Room) -> Int
         tier = moves.tiers[i]
         start, nbytes = int(periods.start[row]), int(periods.nbytes[row])
         link = problem.links[tier]
-        begin = max(link_free[tier], float(arrive[start]))
+        begin = max(link_free[tier], arrive[start])
         done = begin + transfer_ns(link, nbytes, link.out_bytes_per_s)
         link_free[tier] = done
-        wanted = int(np.searchsorted(arrive, done))
+        wanted = bisect_left(arrive, done)
         gone[i] = room.latest_end(start, min(wanted, int(periods.end[row]) - 1), nbytes)
         room.add(start, int(gone[i]), -nbytes)
     return gone
 
 
 def _copies_in(
-    problem: Problem, moves: Moves, arrive: Ints, room: Room, gone: Ints, pace: Pace
+    problem: Problem, moves: Moves, arrive: list[float], room: Room, gone: Ints, pace: Pace
 ) -> Ints:
     """`back` of each move; takes the room from then on."""
     periods = problem.lifetimes
@@ -125,28 +127,28 @@ def _copies_in(
         if pace.just_in_time:
             lowest = max(lowest, int(latest[i]))
         else:
-            lowest = max(lowest, int(np.searchsorted(arrive, link_free[tier], side="right")) - 1)
+            lowest = max(lowest, bisect_right(arrive, link_free[tier]) - 1)
         back[i] = room.earliest_start(needed, min(lowest, needed), int(size))
         room.add(int(back[i]), needed, -int(size))
-        begin = max(link_free[tier], float(arrive[back[i]]))
+        begin = max(link_free[tier], arrive[back[i]])
         link_free[tier] = begin + transfer_ns(link, int(size), link.back_bytes_per_s)
     return back
 
 
 def _latest_sites(
-    problem: Problem, moves: Moves, arrive: Ints, order: list[int], margin: float
+    problem: Problem, moves: Moves, arrive: list[float], order: list[int], margin: float
 ) -> Ints:
     """The last site at which each copy in can start so that it and all later ones are in time."""
     periods = problem.lifetimes
     latest = np.zeros(len(order), dtype=np.int64)
-    busy_from = dict.fromkeys(problem.links, float(arrive[-1]))
+    busy_from = dict.fromkeys(problem.links, arrive[-1])
     for i in reversed(order):
         row, tier, link = moves.rows[i], moves.tiers[i], _link(problem, moves, i)
         speed = min(link.back_bytes_per_s, link.back_while_out_bytes_per_s)
         duration = transfer_ns(link, int(periods.nbytes[row]), speed) * margin
-        begin = min(busy_from[tier], float(arrive[periods.end[row]])) - duration
+        begin = min(busy_from[tier], arrive[periods.end[row]]) - duration
         busy_from[tier] = begin
-        latest[i] = max(int(np.searchsorted(arrive, begin, side="right")) - 1, 0)
+        latest[i] = max(bisect_right(arrive, begin) - 1, 0)
     return latest
 
 
@@ -166,18 +168,5 @@ def with_reasons(problem: Problem, migrations: tuple[Migration, ...]) -> tuple[M
         over = int(doubled[site])
         where = f"{format_nbytes(over)} over budget at site {site % num_sites}"
         reason = f"idle {format_ns(idle_ns)}, {where}" if over else f"idle {format_ns(idle_ns)}"
-        result.append(_replace_reason(m, reason + (", copy still there" if m.clean else "")))
+        result.append(replace(m, reason=reason + (", copy still there" if m.clean else "")))
     return tuple(result)
-
-
-def _replace_reason(m: Migration, reason: str) -> Migration:
-    return Migration(
-        tensor_id=m.tensor_id,
-        leave=m.leave,
-        gone=m.gone,
-        back=m.back,
-        needed=m.needed,
-        tier=m.tier,
-        clean=m.clean,
-        reason=reason,
-    )

@@ -22,7 +22,7 @@ from typing import final
 import numpy as np
 
 from teraplan.bound import step_bound_ns
-from teraplan.lifetimes import Ints
+from teraplan.lifetimes import Floats
 from teraplan.memory_curve import Curve, peak
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem, no_placement
@@ -42,6 +42,8 @@ from teraplan.simulate import Simulator, Timing
 
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
 _RUNGS = 8
+_MANY = 2000
+"""Idle periods from which on half a percent over the bound is near enough to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,6 +100,8 @@ class _Search:
         self._problem = problem
         self._simulator = simulator
         self._bound = _bound(problem)
+        if len(problem.lifetimes) > _MANY:
+            self._bound += self._bound // 200
         self._left = max(12, min(60, 400_000 // (len(problem.lifetimes) + 1)))
         self._best: _Attempt | None = None
         self._seen: set[tuple[object, ...]] = set()
@@ -107,7 +111,7 @@ class _Search:
     def run(self) -> _Attempt | None:
         """The best attempt; None if nothing fits into the other tiers."""
         pressure = self._problem.pressure()
-        ideal = self._problem.lifetimes.site_ns
+        ideal = self._problem.lifetimes.site_ns.astype(np.float64)
         for order in ORDERS:
             for spread in self._spreads:
                 self._try(pressure, order, spread, EAGER, ideal)
@@ -159,15 +163,17 @@ class _Search:
                 extra[wait.site : max(last, wait.site + 1)] += moved
         return extra
 
-    def _arrive(self, attempt: _Attempt) -> Ints:
+    def _arrive(self, attempt: _Attempt) -> Floats:
         """Times of sites in two steps, with the waits of an attempt."""
-        once = attempt.timing.site_ns
+        once = attempt.timing.site_ns.astype(np.float64)
         return np.concatenate([once, once[1:] + once[-1]])
 
     def _done(self) -> bool:
         return self._left <= 0 or (self._best is not None and self._best.cost[0] <= self._bound)
 
-    def _try(self, pressure: Curve, order: Order, spread: Spread, pace: Pace, arrive: Ints) -> None:
+    def _try(
+        self, pressure: Curve, order: Order, spread: Spread, pace: Pace, arrive: Floats
+    ) -> None:
         """Makes, simulates and perhaps keeps one plan; nothing if the search is over."""
         if self._done():
             return
@@ -191,7 +197,7 @@ class _Search:
         if self._best is None or attempt.cost < self._best.cost:
             self._best = attempt
 
-    def _is_new(self, moves: Moves, pace: Pace, arrive: Ints) -> bool:
+    def _is_new(self, moves: Moves, pace: Pace, arrive: Floats) -> bool:
         key = hashlib.blake2b(moves.rows.tobytes() + arrive.tobytes()).hexdigest()
         if (key, moves.tiers, pace) in self._seen:
             return False

@@ -30,10 +30,12 @@ def assign(problem: Problem, rows: Ints, spread: Spread) -> Moves | None:
     takes space in between.
     """
     periods = problem.lifetimes
-    rooms = {
+    rooms = {  # of a tier that is ample for everything at once no account is kept
         tier: Room(np.full(periods.num_sites, size, dtype=np.int64))
         for tier, size in problem.tier_bytes.items()
     }
+    total = int(periods.nbytes[rows].sum())
+    ample = {tier for tier, size in problem.tier_bytes.items() if size >= total}
     fastest_first = list(problem.tier_bytes)
     order = np.arange(len(rows))
     if spread is Spread.SHORT_IDLE_FAST:
@@ -52,19 +54,24 @@ def assign(problem: Problem, rows: Ints, spread: Spread) -> Moves | None:
         if spread is Spread.BALANCED:
             preferred = sorted(fastest_first, key=done.__getitem__)
         for tier in preferred:
-            if rooms[tier].least(start, end) >= nbytes:
-                rooms[tier].add(start, end, -nbytes)
+            if tier in ample or rooms[tier].least(start, end) >= nbytes:
+                if tier not in ample:
+                    rooms[tier].add(start, end, -nbytes)
                 link_free[tier] = done[tier]
                 tiers[i] = tier
                 break
         else:
             return None
     chosen = tuple(tiers[i] for i in range(len(rows)))
-    return Moves(rows=rows, tiers=chosen, clean=_clean(problem, rows, chosen, rooms))
+    return Moves(rows=rows, tiers=chosen, clean=_clean(problem, rows, chosen, rooms, ample))
 
 
 def _clean(
-    problem: Problem, rows: Ints, tiers: tuple[Tier, ...], rooms: dict[Tier, Room]
+    problem: Problem,
+    rows: Ints,
+    tiers: tuple[Tier, ...],
+    rooms: dict[Tier, Room],
+    ample: set[Tier],
 ) -> tuple[bool, ...]:
     """Whether each move finds its copy kept from an earlier one; takes the room for keeping it."""
     periods, tensors = problem.lifetimes, problem.trace.tensors
@@ -76,7 +83,7 @@ def _clean(
         tensor = tensors[tensor_id]
         since = kept_until.get((tensor_id, tier))
         kept = since is not None and tensor.kind is TensorKind.ACTIVATION and not tensor.persistent
-        if kept and since is not None and since < start:
+        if kept and since is not None and since < start and tier not in ample:
             kept = rooms[tier].least(since, start) >= nbytes
             if kept:
                 rooms[tier].add(since, start, -nbytes)

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.lifetimes import Ints, Lifetimes
-from teraplan.memory_curve import Curve
+from teraplan.lifetimes import Floats, Ints, Lifetimes
+from teraplan.memory_curve import Curve, sum_ranges
 from teraplan.planners.room import Room
 
-Floats = npt.NDArray[np.float64]
 Order = Callable[[Lifetimes, Curve], Floats]
 
 
@@ -111,10 +110,10 @@ def _sweep(
 def _without_superfluous(
     periods: Lifetimes, pressure: Curve, score: Floats, taken: list[int]
 ) -> Ints:
-    room = Room(-pressure)
     start, end, nbytes = periods.start, periods.end, periods.nbytes
-    for row in taken:
-        room.add(int(start[row]), int(end[row]), int(nbytes[row]))
+    columns = (start[taken].tolist(), end[taken].tolist(), nbytes[taken].tolist())
+    covered = sum_ranges(periods.num_sites, zip(*columns, strict=True))
+    room = Room(covered - pressure)
     # the worst first: what goes out must be worth least
     keep = set(taken)
     for row in sorted(taken, key=lambda row: (score[row], nbytes[row], -start[row], row)):

@@ -1,0 +1,248 @@
+"""The baseline: TERAIO's Algorithm 1 (arXiv 2506.06472, section 3.2) in terms of our migrations.
+
+    while max(M') > capacity:
+        of each idle period: earliest end of a copy out, latest start of a copy in, by the bandwidth
+        that is free; best score = benefit / cost of those whose copy out ends before the copy in
+        plan it: storage first, host memory where storage does not admit it; book the bandwidth
+
+The score can be read in three ways. As printed: B / s, the time of pressured intervals, since
+B = s * time. As its prose says: the reduction of pressure, which is capped at what is over, per
+time of both transfers. As in G10's code, from which it descends: the area s * time between the
+half-way points of both transfers. All periods are scored anew in every round, in array operations.
+
+The paper runs over capacity if no period is left: kernels then wait for copies. A plan of ours may
+not, so what remains is repaired, in this order: copies out are waited for earlier and copies in
+start later where pressure is left; then further periods leave and come back while the computation
+waits, those with the farthest next use first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+from teraplan.hardware import Tier
+from teraplan.lifetimes import Floats, Ints, Lifetimes
+from teraplan.plan import Migration
+from teraplan.planners.base import Problem, no_placement
+from teraplan.planners.placement import with_reasons
+from teraplan.planners.room import Room
+from teraplan.planners.victims import choose, farthest_use
+
+_TIERS = (Tier.STORAGE, Tier.HOST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    """Where a period was put: it is away in intervals gone .. back-1."""
+
+    row: int
+    tier: Tier
+    gone: int
+    back: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Fits:
+    """Where each period fits into the free bandwidth of one tier; arrays of shape (periods,)."""
+
+    tier: Tier
+    viable: npt.NDArray[np.bool_]
+    gone: Ints
+    back: Ints
+    half_gone: Ints
+    """Site at which half of the bytes have gone out."""
+    half_back: Ints
+
+
+Score = Callable[["_State", _Fits], Floats]
+
+
+def paper_ratio(state: "_State", fits: _Fits) -> Floats:
+    """B / s as printed: ns of intervals over capacity while it is away."""
+    total = _prefix(np.where(state.over.free > 0, state.ns, 0.0))
+    return _between(total, fits.gone, fits.back)
+
+
+def prose(state: "_State", fits: _Fits) -> Floats:
+    """Byte-ns of pressure that it takes away, per ns of its two transfers."""
+    nbytes, link = state.periods.nbytes, state.problem.links[fits.tier]
+    benefit = np.zeros(len(nbytes))
+    for size in np.unique(nbytes[fits.viable]).tolist():
+        rows = np.flatnonzero(fits.viable & (nbytes == size))
+        total = _prefix(np.clip(state.over.free, 0, size) * state.ns)
+        benefit[rows] = _between(total, fits.gone[rows], fits.back[rows])
+    return benefit / (nbytes * 1e9 / link.out_bytes_per_s + nbytes * 1e9 / link.back_bytes_per_s)
+
+
+def g10_area(state: "_State", fits: _Fits) -> Floats:
+    """Bytes times ns of intervals over capacity between the half-way points of its transfers."""
+    total = _prefix(np.where(state.over.free > 0, state.ns, 0.0))
+    return _between(total, fits.half_gone, fits.half_back) * state.periods.nbytes
+
+
+def _prefix(values: Floats) -> Floats:
+    """Sums of a repeating curve before each site of two steps; shape (2 * sites + 1,)."""
+    return np.concatenate([np.zeros(1), np.cumsum(np.tile(values, 2))])
+
+
+def _between(total: Floats, start: Ints, end: Ints) -> Floats:
+    ordered = np.maximum(end, start)
+    return total[np.minimum(ordered, len(total) - 1)] - total[np.minimum(start, len(total) - 1)]
+
+
+@final
+class _State:
+    """Pressure, free bandwidth and free space while periods are being planned; mutable."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.periods: Lifetimes = problem.lifetimes
+        num_sites = self.periods.num_sites
+        self.ns: Floats = np.diff(self.periods.site_ns[: num_sites + 1]).astype(np.float64)
+        self.over = Room(problem.device - problem.limit_bytes)
+        self.links = {t: problem.links[t] for t in _TIERS if t in problem.links}
+        self.out = {t: self.ns * (k.out_bytes_per_s * 1e-9) for t, k in self.links.items()}
+        self.back = {t: self.ns * (k.back_bytes_per_s * 1e-9) for t, k in self.links.items()}
+        sizes = problem.tier_bytes
+        self.space = {t: Room(np.full(num_sites, sizes[t], np.int64)) for t in self.links}
+        self.open = {t: np.ones(len(self.periods), dtype=bool) for t in self.links}
+        """Periods that are not planned yet and have not been found too large for the tier."""
+
+    def fits(self, tier: Tier) -> _Fits:
+        """Where each period fits into the bandwidth of `tier` that is free now."""
+        start, end, nbytes = self.periods.start, self.periods.end, self.periods.nbytes
+        out, back = _prefix(self.out[tier]), _prefix(self.back[tier])
+        gone = np.searchsorted(out, out[start] + nbytes)
+        begin = np.searchsorted(back, back[end] - nbytes, side="right") - 1
+        return _Fits(
+            tier=tier,
+            viable=self.open[tier] & (gone < begin) & (begin >= start) & (gone <= end),
+            gone=gone,
+            back=begin,
+            half_gone=np.searchsorted(out, out[start] + nbytes / 2),
+            half_back=np.searchsorted(back, back[end] - nbytes / 2, side="right") - 1,
+        )
+
+    def has_space(self, row: int, tier: Tier) -> bool:
+        """Whether the tier can hold the tensor during the period."""
+        start, end = int(self.periods.start[row]), int(self.periods.end[row])
+        return self.space[tier].least(start, end) >= int(self.periods.nbytes[row])
+
+    def take(self, slot: _Slot) -> None:
+        """Books bandwidth, space and the bytes that are away."""
+        start, end = int(self.periods.start[slot.row]), int(self.periods.end[slot.row])
+        nbytes = int(self.periods.nbytes[slot.row])
+        self.over.add(slot.gone, slot.back, -nbytes)
+        self.space[slot.tier].add(start, end, -nbytes)
+        _book(self.out[slot.tier], range(start, slot.gone), nbytes)
+        _book(self.back[slot.tier], range(end - 1, slot.back - 1, -1), nbytes)
+        for rows in self.open.values():
+            rows[slot.row] = False
+
+
+def _book(free: Floats, intervals: range, nbytes: float) -> None:
+    for k in intervals:
+        part = min(float(free[k % len(free)]), nbytes)
+        free[k % len(free)] -= part
+        nbytes -= part
+        if nbytes <= 0:
+            return
+
+
+def plan_as_teraio(problem: Problem, score: Score) -> tuple[Migration, ...]:
+    """The migrations of Algorithm 1, repaired if they end over capacity.
+
+    Raises:
+        InfeasibleBudgetError: if the other tiers have no room for what is left.
+    """
+    if not problem.pressure().any():
+        return ()
+    state = _State(problem)
+    slots = _wait_for_copies(state, _algorithm_1(state, score))
+    slots += _on_demand(state, [slot.row for slot in slots])
+    periods = problem.lifetimes
+    migrations = tuple(
+        Migration(
+            tensor_id=int(periods.tensor_ids[slot.row]),
+            leave=int(periods.start[slot.row]),
+            gone=slot.gone,
+            back=slot.back,
+            needed=int(periods.end[slot.row]),
+            tier=slot.tier,
+        )
+        for slot in sorted(slots, key=lambda slot: slot.row)
+    )
+    return with_reasons(problem, migrations)
+
+
+def _algorithm_1(state: _State, score: Score) -> list[_Slot]:
+    slots: list[_Slot] = []
+    while state.over.free.max() > 0:
+        slot = _best(state, score)
+        if slot is None:
+            break
+        if state.has_space(slot.row, slot.tier):
+            state.take(slot)
+            slots.append(slot)
+        else:
+            state.open[slot.tier][slot.row] = False
+    return slots
+
+
+def _best(state: _State, score: Score) -> _Slot | None:
+    """The period with the highest score, the first of equals; host only where storage is full."""
+    best: _Slot | None = None
+    highest = 0.0
+    admitted = np.zeros(len(state.periods), dtype=bool)
+    for tier in state.links:
+        fits = state.fits(tier)
+        values = np.where(fits.viable & ~admitted, score(state, fits), 0.0)
+        admitted |= fits.viable
+        row = int(values.argmax()) if len(values) else 0
+        if len(values) and values[row] > highest:
+            highest = float(values[row])
+            gone, back = int(fits.gone[row]), int(fits.back[row])
+            best = _Slot(row=row, tier=tier, gone=gone, back=back)
+    return best
+
+
+def _wait_for_copies(state: _State, slots: list[_Slot]) -> list[_Slot]:
+    """The same slots, with `gone` earlier and `back` later where that takes pressure away."""
+    size = len(state.over.free)
+    result: list[_Slot] = []
+    for slot in sorted(slots, key=lambda slot: slot.row):
+        start, end = int(state.periods.start[slot.row]), int(state.periods.end[slot.row])
+        nbytes = int(state.periods.nbytes[slot.row])
+        before = np.take(state.over.free, np.arange(start, slot.gone) % size) > 0
+        after = np.take(state.over.free, np.arange(slot.back, end) % size) > 0
+        gone = start + int(before.argmax()) if before.any() else slot.gone
+        back = end - int(after[::-1].argmax()) if after.any() else slot.back
+        state.over.add(gone, slot.gone, -nbytes)
+        state.over.add(slot.back, back, -nbytes)
+        result.append(replace(slot, gone=gone, back=back))
+    return result
+
+
+def _on_demand(state: _State, planned: list[int]) -> list[_Slot]:
+    """Further periods, away for all of their length, until nothing is over capacity."""
+    periods = state.periods
+    pressure = np.maximum(state.over.free, 0)
+    if not pressure.any():
+        return []
+    allowed = np.ones(len(periods), dtype=bool)
+    allowed[planned] = False
+    rows = choose(periods, pressure, farthest_use(periods, pressure), allowed)
+    if rows is None:
+        raise no_placement(state.problem)
+    slots: list[_Slot] = []
+    for row in rows.tolist():
+        tier = next((t for t in state.links if state.has_space(row, t)), None)
+        if tier is None:
+            raise no_placement(state.problem)
+        start, end = int(periods.start[row]), int(periods.end[row])
+        state.space[tier].add(start, end, -int(periods.nbytes[row]))
+        slots.append(_Slot(row=row, tier=tier, gone=start, back=end))
+    return slots
