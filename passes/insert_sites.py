@@ -15,6 +15,7 @@ of one projection); each has its slot, and the runtime, which sees the storage, 
 import hashlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
@@ -82,7 +83,7 @@ def _static(forward: fx.Graph, static_inputs: Sequence[int]) -> set[fx.Node]:
 
 
 def _output_of(graph: fx.Graph) -> fx.Node:
-    return next(iter(graph.find_nodes(op="output")))
+    return graph.output_node()
 
 
 def _candidates(
@@ -93,7 +94,7 @@ def _candidates(
     sizes = SizeNodes(backward)
     candidates: list[_Candidate] = []
     uncovered: list[tuple[str, int, str]] = []
-    for position, saved in enumerate(_output_of(forward).args[0]):
+    for position, saved in enumerate(cast("Sequence[fx.Node | None]", _output_of(forward).args[0])):
         if position < num_outputs or not isinstance(saved, fx.Node):
             continue
         if not isinstance(saved.meta.get("val"), torch.Tensor) or base_of(saved) in static:
@@ -132,7 +133,7 @@ def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> s
 
 def _anchor(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> fx.Node:
     """A tensor input on the device of the computation: gives the chain its device."""
-    tensors = [
+    tensors: list[fx.Node] = [
         n
         for n in graph.find_nodes(op="placeholder")
         if isinstance(n.meta.get("val"), torch.Tensor) and n not in excluded

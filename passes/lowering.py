@@ -34,7 +34,7 @@ def register_lowerings() -> None:
 
 
 def _register(op: torch._ops.OpOverload, mutated: tuple[int, ...]) -> None:
-    call: Callable[..., Any] = fallback_handler(op, add_to_fallback_set=False)
+    call: Callable[..., Any] = fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
     def lower(*args: Any) -> Any:
         for position in mutated:

@@ -1,7 +1,6 @@
 """One kind of step (the same first graph and input sizes) on its way from unknown to planned."""
 
 import logging
-import statistics
 from dataclasses import dataclass, field
 
 from teraplan.hardware import Budgets
@@ -71,14 +70,16 @@ class Case:
         self.last = recorder
 
     def trace(self, *, torch_version: str, kernels: str) -> StepTrace:
-        """The measured step: memory of the one step, medians of the others' times."""
+        """The measured step: memory of the one step, times of the fastest of the others.
+
+        What makes a step slower than another of its kind is no part of the computation: memory
+        touched for the first time, other programs.
+        """
         assert self.memory is not None
         assert self.last is not None
         return self.last.trace(
             state_bytes=self.memory.state_bytes + self.reserve_bytes,
-            durations_ns=tuple(
-                int(statistics.median(values)) for values in zip(*self.durations_ns, strict=True)
-            ),
+            durations_ns=min(self.durations_ns, key=sum),
             workspaces_bytes=self.memory.workspaces_bytes,
             torch_version=torch_version,
             kernels=kernels,

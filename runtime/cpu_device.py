@@ -25,6 +25,8 @@ _RESERVED_FRACTION = 0.9
 """Share of the available memory that a budget left open takes."""
 
 
+_WORTH_MEASURING_BYTES = 2 << 20
+"""So much free memory may be counted as used where memory is measured."""
 _WORTH_TRIMMING_BYTES = 16 << 20
 """Less free memory than this is not worth the faults of touching it again."""
 
@@ -150,16 +152,15 @@ class CpuDevice(Device):
 
     def take_peak(self) -> int:
         peak = process_memory.peak_bytes()
-        if self._exact:
+        if self._exact and self._free_bytes() > _WORTH_MEASURING_BYTES:
             self._trim()
         process_memory.reset_peak()
         return peak
 
     def keep_under(self, limit_bytes: int) -> None:
-        if process_memory.resident_bytes_fast() > limit_bytes:
-            free = self.pool.waiting_bytes + self._malloc.free_bytes()
-            if free > _WORTH_TRIMMING_BYTES:
-                self._trim()
+        resident = process_memory.resident_bytes_fast()
+        if resident > limit_bytes and self._free_bytes() > _WORTH_TRIMMING_BYTES:
+            self._trim()
 
     def attach(self) -> None:
         take_memory_from(self.pool.empty_strided)
@@ -198,6 +199,9 @@ class CpuDevice(Device):
 
     def close(self) -> None:
         self.storage.close()
+
+    def _free_bytes(self) -> int:
+        return self.pool.waiting_bytes + self._malloc.free_bytes()
 
     def _trim(self) -> None:
         self.pool.trim()

@@ -12,6 +12,7 @@ import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -19,6 +20,8 @@ MIN_BLOCK_BYTES = 256 << 10
 """Smaller tensors are left to the heap."""
 
 _ALIGNMENT = 64 << 10
+_empty_strided_cpu: Any = vars(torch._C._dynamo.guards)["_empty_strided_cpu"]
+"""What generated code calls otherwise."""
 _HUGE_PAGE = 2 << 20
 
 
@@ -41,18 +44,18 @@ class _Lease:
     One subclass per size, because a ctypes array type has its length.
     """
 
-    _classes: dict[int, type] = {}  # noqa: RUF012  (a cache of types, as ctypes itself keeps one)
+    _classes: ClassVar[dict[int, Any]] = {}
 
     @classmethod
     def of(cls, block: _Block, pool: "CpuPool") -> object:
         """An object with the buffer interface over the block."""
-        kind = cls._classes.get(block.nbytes)
+        kind: Any = cls._classes.get(block.nbytes)
         if kind is None:
             kind = type("_LeaseArray", (ctypes.c_char * block.nbytes,), {"__del__": _end_of_lease})
             cls._classes[block.nbytes] = kind
         lease = kind.from_buffer(block.memory)
         lease.block, lease.pool = block, pool
-        return lease
+        return cast("object", lease)
 
 
 def _end_of_lease(lease: object) -> None:
@@ -78,7 +81,7 @@ class CpuPool:
         for length, step in zip(size, stride, strict=True):
             span += (length - 1) * step
         if span * dtype.itemsize < MIN_BLOCK_BYTES or 0 in size:
-            return torch._C._dynamo.guards._empty_strided_cpu(size, stride, dtype)
+            return cast("torch.Tensor", _empty_strided_cpu(size, stride, dtype))
         flat = torch.frombuffer(self._lease(span * dtype.itemsize), dtype=dtype, count=span)
         return flat.as_strided(size, stride)
 

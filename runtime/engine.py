@@ -111,11 +111,11 @@ class Engine:
         with self._lock:
             storage = x.untyped_storage()
             saved = self._by_storage.get(storage._cdata)
-            if saved is None or saved.origin.expired() or not self._is_of_step(saved):
+            if saved is None or _expired(saved) or not self._is_of_step(saved):
                 saved = self._add(x, storage, table, call, slot)
             saved.tokens += 1
             key, token = make_token(self)
-            byte_offset = x.storage_offset() * x.element_size()
+            byte_offset = int(x.storage_offset()) * x.element_size()
             self._views[key] = View(saved, byte_offset, call, table.graph)
             self._arrive(SiteKind.SAVE, table.graph, call, False, saved)
             self._leave()
@@ -177,7 +177,7 @@ class Engine:
         saved = Saved(
             name=f"{table.graph[:6]}.c{call}/{described.name}",
             nbytes=storage.nbytes(),
-            origin=StorageWeakRef(storage),
+            origin=StorageWeakRef(storage),  # type: ignore[no-untyped-call]
             tensor=x,
             version=x._version,
             order=len(self._of_step),
@@ -353,3 +353,8 @@ class Engine:
             if saved.copy is not None:
                 saved.copy.drop()
                 saved.copy = None
+
+
+def _expired(saved: Saved) -> bool:
+    """True if the storage that was saved is gone, so that its address may mean another one."""
+    return bool(saved.origin.expired())  # type: ignore[no-untyped-call]

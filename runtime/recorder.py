@@ -183,10 +183,11 @@ class StepRecorder:
         )
 
     def _tensor(self, info: TensorInfo) -> Tensor:
+        windows: tuple[tuple[int, int], ...] = ()
         if info.needs and info.dones:
             windows = ((info.saves[0], info.saves[-1]), (info.needs[0], info.dones[-1]))
         else:  # no backward asked for it: it is there until the step ends
-            windows = ((info.saves[0], len(self._events)),)
+            windows = (*windows, (info.saves[0], len(self._events)))
         return Tensor(
             name=info.name,
             kind=TensorKind.ACTIVATION,

@@ -168,16 +168,19 @@ class Session:
             case.add(recorder)
             if recorder.measure_memory:
                 self.device.run_fast()
-            if not case.repeats:
-                self._fall_back(
-                    f"step kind {case.number} is different every time; it runs without a plan"
-                )
+            self._check_repeats(case)
+
+    def _check_repeats(self, case: Case) -> None:
+        if not case.repeats:
+            self._fall_back(
+                f"step kind {case.number} is different every time; it runs without a plan"
+            )
 
     def _plan_if_ready(self, case: Case) -> None:
         if case.schedule is not None:
             return
         if self._replayed is not None:
-            if case.last is not None or case.memory is not None:
+            if case.last is not None:
                 self._replay(case)
         elif case.measured(self.config.profile_steps):
             self._make_plan(case)

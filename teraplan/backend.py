@@ -49,7 +49,8 @@ def teraplan(
     try:
         if mode is not None:
             raise ConfigError(
-                f'mode="{mode}" has no meaning for backend="teraplan"; remove it and use options={{...}}'
+                f'mode="{mode}" has no meaning for backend="teraplan"; remove it, '
+                "and set what you need with options={...}"
             )
         config = Config.resolve(options, os.environ)
         session = _session(config, _device_type(example_inputs))
@@ -80,19 +81,18 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Compiled:
     session.compiled()
     if session.config.kernels == "inductor":
-        compiled = compile_fx(gm, list(example_inputs), config_patches=config_patches())
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=config_patches())
     else:
         compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)(gm, example_inputs)
-    varying = [
-        i
-        for i, x in enumerate(example_inputs)
-        if not isinstance(x, torch.nn.Parameter) or isinstance(x, int)
-    ]
+    varying = [i for i, x in enumerate(example_inputs) if not isinstance(x, torch.nn.Parameter)]
 
     def call(*args: Any) -> Any:
         shapes = tuple(_shape(args[i]) for i in varying)
-        with running(session, shapes):
-            return compiled(*args)
+        try:
+            with running(session, shapes):
+                return compiled(*args)
+        except TeraplanError as error:  # the generated code between here and there helps nobody
+            raise error.with_traceback(None) from None
 
     return call
 

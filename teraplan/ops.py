@@ -17,10 +17,11 @@ they come after every use of `x`, and no kernel writes its result in the place o
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-LIBRARY = torch.library.Library("teraplan", "DEF")
+LIBRARY: Any = torch.library.Library("teraplan", "DEF")  # type: ignore[no-untyped-call]
 
 # Inductor may give an intermediate other strides than the ones that the backward was traced with:
 # the strides in the graph are binding for every op here.

@@ -1,0 +1,98 @@
+"""How close to unlimited memory does training under a budget come?
+
+Plain Inductor, teraplan with a budget that needs no offload, teraplan under 50 % and 30 % (training
+state and so much of the rest of the unlimited peak), activation checkpointing, and every saved
+tensor on the same disk by PyTorch's hooks. One step each in turn; ratios are medians over rounds.
+
+    python -m bench.bench_step_rate [--rounds 7] [--quick]
+"""
+
+import argparse
+import platform
+from typing import Any
+
+import torch
+
+from bench.contender import Contender
+from bench.race import race
+from bench.results import write_results
+from teraplan.units import format_nbytes, format_ns
+
+MODEL: dict[str, object] = {
+    "context": 512,
+    "num_layers": 8,
+    "num_heads": 8,
+    "width": 512,
+    "vocab_size": 256,
+}
+QUICK: dict[str, object] = MODEL | {"num_layers": 3, "width": 256}
+
+
+def main() -> None:
+    """Find the unlimited peak, race, print the table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="a small model")
+    wanted = parser.parse_args()
+    model = QUICK if wanted.quick else MODEL
+    common: dict[str, Any] = {"model": model, "batch_size": wanted.batch_size}
+
+    def ours(name: str, budget: object) -> Contender:
+        options = {"device_budget": budget}
+        return Contender(name=name, backend="teraplan", options=options, **common)
+
+    print("measuring the unlimited peak")
+    status = race([ours("unlimited", "1000%")], 1)["unlimited"]["status"]
+    state, peak = status["state_bytes"], status["unlimited_peak_bytes"]
+    shares = {share: state + (peak - state) * share // 100 for share in (50, 30)}
+    contenders = [
+        Contender(name="inductor", **common),
+        ours("teraplan, ample", "1000%"),
+        *(ours(f"teraplan, {share} %", budget) for share, budget in shares.items()),
+        Contender(name="checkpointing", **common | {"model": model | {"checkpoint": True}}),
+        Contender(name="hooks to disk", disk_hooks=True, **common),
+    ]
+    results = race(contenders, wanted.rounds)
+    print(_table(results, state))
+    write_results(
+        "step_rate",
+        {
+            "model": model,
+            "batch_size": wanted.batch_size,
+            "rounds": wanted.rounds,
+            "state_bytes": state,
+            "unlimited_peak_bytes": peak,
+            "machine": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "results": results,
+        },
+    )
+
+
+def _table(results: dict[str, dict[str, Any]], state: int) -> str:
+    rows = [
+        f"{'':18}{'step':>10}{'rate':>7}{'budget':>12}{'predicted':>12}{'process':>12}"
+        f"{'step pred.':>12}{'off by':>8}"
+    ]
+    for name, result in results.items():
+        status = result["status"]
+        budget = status["device_budget_bytes"]
+        predicted, step_ns = status["predicted_peak_bytes"], status["predicted_step_ns"]
+        own = result["median_step_ns"]
+        rows.append(
+            f"{name:18}{format_ns(own):>10}{result['relative_rate']:>7.3f}"
+            f"{_or_dash(budget):>12}{_or_dash(predicted):>12}"
+            f"{format_nbytes(result['peak_bytes']):>12}"
+            + (f"{format_ns(step_ns):>12}{step_ns / own - 1:>+8.1%}" if step_ns > 0 else "")
+        )
+    rows.append(f"training state {format_nbytes(state)}; rate: steps per second over inductor's")
+    return "\n".join(rows)
+
+
+def _or_dash(nbytes: int) -> str:
+    return format_nbytes(nbytes) if nbytes >= 0 else "-"
+
+
+if __name__ == "__main__":
+    main()

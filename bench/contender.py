@@ -1,0 +1,88 @@
+"""One training run that takes a step when it is told to, so that runs can be compared in turns.
+
+python -m bench.contender '{"backend": "teraplan", "options": {"device_budget": "2GiB"}, ...}'
+
+Reads one line per step from standard input and answers each with one line of JSON: the step's time,
+its loss as hexadecimal, the peak of the process since the last answer. Answers once by itself after
+the warm-up. On "end" it answers with teraplan's status and ends.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+import teraplan
+from bench.disk_hooks import saved_on_disk
+from bench.models import gpt
+from teraplan.runtime import process_memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """What to train and how."""
+
+    name: str
+    backend: str = "inductor"
+    options: dict[str, object] | None = None
+    model: dict[str, object] = dataclasses.field(default_factory=dict[str, object])
+    batch_size: int = 4
+    warmup_steps: int = 6
+    disk_hooks: bool = False
+    """Write every saved tensor to disk and read it back, with PyTorch's own hooks."""
+
+
+def main() -> None:
+    """Warm up, then step on demand."""
+    contender = Contender(**json.loads(sys.argv[1]))
+    config = gpt.GPTConfig(**contender.model)  # type: ignore[arg-type]
+    before = process_memory.resident_bytes()
+    model = gpt.build(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model.compile(backend=contender.backend, options=contender.options)
+    data = gpt.batch(config, contender.batch_size)
+
+    def step() -> dict[str, object]:
+        start_ns = time.perf_counter_ns()
+        with _hooks(contender):
+            loss = model(*data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = loss.item()
+        elapsed = time.perf_counter_ns() - start_ns
+        return {"step_ns": elapsed, "loss": value.hex()}
+
+    for _ in range(contender.warmup_steps):
+        step()
+    process_memory.reset_peak()
+    _answer({"ready": True})
+    for line in sys.stdin:
+        if line.strip() == "end":
+            break
+        _answer(step() | {"peak_bytes": process_memory.peak_bytes() - before})
+    _answer({"status": dataclasses.asdict(teraplan.status()), "peak": _peak(before)})
+
+
+def _hooks(contender: Contender) -> AbstractContextManager[object]:
+    if not contender.disk_hooks:
+        return nullcontext()
+    return saved_on_disk(Path(tempfile.gettempdir()))
+
+
+def _peak(before: int) -> int:
+    return process_memory.peak_bytes() - before
+
+
+def _answer(what: dict[str, object]) -> None:
+    sys.stdout.write("@" + json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
