@@ -149,9 +149,16 @@ def test_what_is_waited_for_goes_first(open_storage: OpenStorage, memory: Memory
             storage.put(block.ctypes.data, block.nbytes, owner=block, label=f"w{index}")
             for index in range(20)
         ]
-        threading.Timer(0.05, gate.set).start()
-        storage.wait(records[-1].write, what="the test")
-        first = records[-1].write.start_ns
+        late = records[-1].write
+
+        def open_when_promoted() -> None:
+            while not late.urgent:
+                time.sleep(0.001)
+            gate.set()
+
+        threading.Thread(target=open_when_promoted).start()
+        storage.wait(late, what="the test")
+        first = late.start_ns
         for record in records:
             storage.wait(record.write, what="the test")
         num_before = sum(record.write.start_ns < first for record in records)
@@ -239,10 +246,17 @@ def test_a_wait_ends_with_its_deadline(open_storage: OpenStorage, memory: Memory
     block = memory(MIB, seed=1)
     storage = open_storage(deadline_s=0.2)
     with storage:
-        record = storage.put(block.ctypes.data, MIB, owner=block, label="act7", after=gate.wait)
+        running = threading.Event()
+
+        def begin() -> None:
+            running.set()
+            gate.wait()
+
+        record = storage.put(block.ctypes.data, MIB, owner=block, label="act7", after=begin)
+        running.wait(20)
         with pytest.raises(
             DeadlineError,
-            match=r"site 12: waited 2\d\d.* ms for the write of act7 \(1.00 MiB\) in .*"
+            match=r"site 12: waited \S+ m?s for the write of act7 \(1.00 MiB\) in .*"
             r"1 chunks running, 0 queued, last finished operation: none yet",
         ):
             storage.wait(record.write, what="site 12")
@@ -253,14 +267,18 @@ def test_a_wait_ends_with_its_deadline(open_storage: OpenStorage, memory: Memory
 def test_close_ends_what_runs_and_fails_what_is_queued(
     open_storage: OpenStorage, memory: Memory
 ) -> None:
-    gate = threading.Event()
+    gate, started = threading.Event(), threading.Barrier(len(WORKERS) + 1)
+
+    def begin() -> None:
+        started.wait(20)
+        gate.wait()
+
     block = memory(MIB, seed=1)
     storage = open_storage()
     running = [
-        storage.put(block.ctypes.data, MIB, owner=block, label="run", after=gate.wait)
-        for _ in WORKERS
+        storage.put(block.ctypes.data, MIB, owner=block, label="run", after=begin) for _ in WORKERS
     ]
-    time.sleep(0.05)
+    started.wait(20)
     queued = storage.put(block.ctypes.data, MIB, owner=block, label="late")
     follower = storage.get(queued, memory(MIB).ctypes.data, owner=None)
     threading.Timer(0.1, gate.set).start()

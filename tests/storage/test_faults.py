@@ -67,7 +67,7 @@ def test_a_failed_write_names_everything_and_shows_in_its_read(
     record = _put(storage, tensor)
     read = storage.get(record, tensor.ctypes.data, owner=tensor)
     message = (
-        rf"act3: write of [\d.]+ MiB at offset \d+ of the spill file in {disk} failed "
+        rf"act3: write of [\d.]+ [KM]iB at offset \d+ of the spill file in {disk} failed "
         r"\(EIO: Input/output error\)"
     )
     for transfer in (record.write, read):
