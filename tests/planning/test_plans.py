@@ -1,0 +1,185 @@
+"""Every plan of every policy holds, or no plan exists; small cases against brute force."""
+
+import itertools
+import pickle
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from teraplan.bound import step_bound_ns
+from teraplan.check_plan import check_plan
+from teraplan.errors import ConfigError, InfeasibleBudgetError
+from teraplan.hardware import Hardware, Tier
+from teraplan.memory_curve import device_curve, least_budget, peak
+from teraplan.plan import Migration, Plan
+from teraplan.planners import POLICIES, make_plan
+from teraplan.planners.base import Problem
+from teraplan.step_trace import StepTrace
+from tests.planning.synthetic import budgets, gpt_trace, machine
+from tests.planning.traces import machines, traces
+
+quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def between(trace: StepTrace, part: float) -> int:
+    least, most = least_budget(trace).nbytes, peak(device_curve(trace))
+    return least + int((most - least) * part)
+
+
+def moved_bytes(plan: Plan) -> int:
+    return sum(plan.trace.tensors[m.tensor_id].nbytes for m in plan.migrations)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@quick
+@given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
+def test_every_plan_holds(
+    policy: str, trace: StepTrace, hardware: Hardware, part: float
+) -> None:
+    plan = make_plan(trace, hardware, budgets(between(trace, part)), policy)
+    assert check_plan(plan) == ()
+    assert plan.prediction.device_peak_bytes <= between(trace, part)
+
+
+@quick
+@given(trace=traces(), hardware=machines())
+def test_least_budget_is_exact(trace: StepTrace, hardware: Hardware) -> None:
+    least = least_budget(trace).nbytes
+    assert check_plan(make_plan(trace, hardware, budgets(least))) == ()
+    with pytest.raises(InfeasibleBudgetError, match="too small") as caught:
+        make_plan(trace, hardware, budgets(least - 1))
+    assert caught.value.least_budget_bytes == least
+
+
+@quick
+@given(trace=traces(max_tensors=4, persistent=False), part=st.floats(0, 1))
+def test_moves_no_more_than_twice_the_least(trace: StepTrace, part: float) -> None:
+    """Against all subsets of idle periods: feasible alike, and not wasteful."""
+    limit = between(trace, part)
+    periods = [p for p in trace.periods() if trace.tensors[p[0]].nbytes]
+    if len(periods) > 9:
+        periods = periods[:0]
+    plan = make_plan(trace, machine(), budgets(limit))
+    least: int | None = None
+    for size in range(len(periods) + 1):
+        for chosen in itertools.combinations(periods, size):
+            migrations = [
+                Migration(tensor_id=i, leave=a, gone=a, back=b, needed=b, tier=Tier.STORAGE)
+                for i, a, b in chosen
+            ]
+            if peak(device_curve(trace, migrations)) <= limit:
+                total = sum(trace.tensors[i].nbytes for i, _, _ in chosen)
+                least = total if least is None else min(least, total)
+    if least is not None:
+        assert moved_bytes(plan) >= least
+        assert (moved_bytes(plan) == 0) == (least == 0)
+
+
+@quick
+@given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
+def test_bound_is_below_every_plan(trace: StepTrace, hardware: Hardware, part: float) -> None:
+    limit = budgets(between(trace, part))
+    problem = Problem.of(trace, hardware, limit)
+    bound = step_bound_ns(problem.lifetimes, hardware, problem.pressure())
+    for policy in ("teraplan", "teraio"):
+        assert bound <= make_plan(trace, hardware, limit, policy).prediction.step_ns
+
+
+@quick
+@given(trace=traces(), hardware=machines(), rung=st.integers(0, 6))
+def test_an_eighth_more_memory_is_never_slower(
+    trace: StepTrace, hardware: Hardware, rung: int
+) -> None:
+    least, most = least_budget(trace).nbytes, peak(device_curve(trace))
+    small, large = (least + (most - least) * i // 8 for i in (rung, rung + 1))
+    slow = make_plan(trace, hardware, budgets(small)).prediction.step_ns
+    assert make_plan(trace, hardware, budgets(large)).prediction.step_ns <= slow
+
+
+@quick
+@given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
+def test_same_input_same_plan(trace: StepTrace, hardware: Hardware, part: float) -> None:
+    limit = budgets(between(trace, part))
+    first, second = (make_plan(trace, hardware, limit) for _ in range(2))
+    assert pickle.dumps(first.migrations) == pickle.dumps(second.migrations)
+    assert first == second
+
+
+@quick
+@given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
+def test_never_slower_than_the_baseline(
+    trace: StepTrace, hardware: Hardware, part: float
+) -> None:
+    limit = budgets(between(trace, part))
+    ours = make_plan(trace, hardware, limit).prediction.step_ns
+    for policy in ("teraio", "teraio-prose", "teraio-area"):
+        assert ours <= make_plan(trace, hardware, limit, policy).prediction.step_ns
+
+
+def test_nothing_moves_if_all_fits() -> None:
+    trace = gpt_trace(2)
+    plan = make_plan(trace, machine(), budgets(peak(device_curve(trace))))
+    assert plan.migrations == ()
+    assert plan.prediction.step_ns == trace.duration_ns
+
+
+@pytest.mark.parametrize("speed", [2.0, 6.0, 24.0])
+@pytest.mark.parametrize("part", [0.1, 0.25, 0.5, 0.75])
+def test_near_the_bound_and_ahead_of_the_baseline(part: float, speed: float) -> None:
+    trace = gpt_trace(12)
+    hardware, limit = machine(speed), budgets(between(trace, part))
+    problem = Problem.of(trace, hardware, limit)
+    bound = step_bound_ns(problem.lifetimes, hardware, problem.pressure())
+    ours = make_plan(trace, hardware, limit).prediction.step_ns
+    assert ours <= 1.03 * bound
+    assert ours <= make_plan(trace, hardware, limit, "teraio").prediction.step_ns
+
+
+def test_more_bandwidth_is_not_slower() -> None:
+    trace = gpt_trace(6, micro_batches=2)
+    for part in (0.05, 0.3, 0.6):
+        limit = budgets(between(trace, part))
+        times = [
+            make_plan(trace, machine(speed), limit).prediction.step_ns
+            for speed in (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 24.0)
+        ]
+        assert times == sorted(times, reverse=True)
+
+
+def test_says_which_site_needs_how_much() -> None:
+    trace = gpt_trace(2)
+    least = least_budget(trace)
+    with pytest.raises(InfeasibleBudgetError, match=rf"site {least.site} \(g0, backward\)") as error:
+        make_plan(trace, machine(), budgets(least.nbytes - 1024))
+    assert "1.00 KiB too small" in str(error.value)
+    assert f"({least.nbytes} bytes)" in str(error.value)
+
+
+def test_says_how_much_room_the_other_tiers_lack() -> None:
+    trace = gpt_trace(2)
+    limit = budgets(between(trace, 0.2), storage_bytes=1 << 20)
+    with pytest.raises(InfeasibleBudgetError, match=r"room for 1.00 MiB in storage. Raise host_b"):
+        make_plan(trace, machine(), limit)
+
+
+def test_uses_both_tiers_where_neither_is_enough() -> None:
+    trace = gpt_trace(4)
+    limit = between(trace, 0.3)
+    need = peak(device_curve(trace)) - limit
+    both = budgets(limit, host_bytes=need // 2, storage_bytes=need)
+    plan = make_plan(trace, machine(host=25.0), both)
+    assert {m.tier for m in plan.migrations} == {Tier.HOST, Tier.STORAGE}
+    assert plan.prediction.host_peak_bytes <= need // 2
+
+
+def test_unknown_policy_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match='did you mean "teraplan"'):
+        make_plan(gpt_trace(1), machine(), budgets(1 << 40), "terraplan")
+
+
+def test_every_migration_has_a_reason() -> None:
+    trace = gpt_trace(2)
+    plan = make_plan(trace, machine(), budgets(between(trace, 0.3)))
+    assert plan.migrations
+    assert all(m.reason.startswith("idle ") and "over budget" in m.reason for m in plan.migrations)
