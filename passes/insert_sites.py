@@ -21,14 +21,11 @@ import torch
 from torch import fx
 
 from teraplan import ops
-from teraplan.graph_table import GraphTable, Slot
+from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
 from teraplan.passes.aliases import base_of, uses_of
 from teraplan.passes.module_path import module_path
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
 from teraplan.passes.workspace import largest_operation_nbytes, nbytes_of, workspace_nbytes
-
-MIN_SLOT_BYTES = 64 << 10
-"""Smaller tensors stay: a transfer of less costs more in calls than it frees in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ random graphs). Here every mutated argument is realized and marked first.
 
 Inductor also gives the memory of a dead buffer to a later one without the allocator's knowledge.
 That must not happen to a tensor which `save` keeps or whose bytes are still on their way out, so
-the graphs are compiled with `allow_buffer_reuse` off: a dead buffer is freed, and the allocator reuses
-its memory when nobody holds it. (Exempting single buffers with `never_reuse_buffers` does not do:
-such buffers are not freed before the graph ends.)
+the graphs are compiled with `allow_buffer_reuse` off: a dead buffer is freed, and the allocator
+reuses its memory when nobody holds it. (Exempting single buffers with `never_reuse_buffers` does
+not do: such buffers are not freed before the graph ends.)
 """
 
 from collections.abc import Callable

@@ -79,7 +79,7 @@ class Case:
         assert self.last is not None
         return self.last.trace(
             state_bytes=self.memory.state_bytes + self.reserve_bytes,
-            durations_ns=min(self.durations_ns, key=sum),
+            durations_ns=min(self.durations_ns, key=sum, default=(0,) * self.last.num_sites),
             workspaces_bytes=self.memory.workspaces_bytes,
             torch_version=torch_version,
             kernels=kernels,

@@ -36,13 +36,17 @@ class _StorageCopy(Copy):
 
     def __init__(self, device: "CpuDevice", record: Record, label: str, *, pooled: bool) -> None:
         self.pooled = pooled
+        self._left = False
         self.nbytes = record.nbytes
         self.record = record
         self.label = label
         self._device = device
 
     def wait_out(self) -> int:
+        if self._left:
+            return 0
         waited = self._device.storage.wait(self.record.write, what=f"{self.label} to leave")
+        self._left = True
         self._device.log_transfer(self.record.write, Tier.STORAGE)
         return waited
 

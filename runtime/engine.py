@@ -95,7 +95,7 @@ class Engine:
         """A forward graph begins; returns the number of its call."""
         with self._lock:
             self._call += 1
-            self._arrive(SiteKind.ENTER, table.graph, self._call, False, None)
+            self._act(self._arrive(SiteKind.ENTER, table.graph, self._call, False, None))
             self._leave()
             return self._call
 
@@ -103,7 +103,7 @@ class Engine:
         """The backward of a forward graph begins."""
         with self._lock:
             call = self._view(token).call
-            self._arrive(SiteKind.ENTER, table.graph, call, True, None)
+            self._act(self._arrive(SiteKind.ENTER, table.graph, call, True, None))
             self._leave()
 
     def save(self, x: torch.Tensor, table: GraphTable, call: int, slot: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Engine:
             key, token = make_token(self)
             byte_offset = int(x.storage_offset()) * x.element_size()
             self._views[key] = View(saved, byte_offset, call, table.graph)
-            self._arrive(SiteKind.SAVE, table.graph, call, False, saved)
+            self._act(self._arrive(SiteKind.SAVE, table.graph, call, False, saved))
             self._leave()
             return token
 
@@ -128,7 +128,7 @@ class Engine:
         with self._lock:
             view = self._view(token)
             saved = view.saved
-            self._arrive(SiteKind.NEED, view.graph, view.call, True, saved)
+            self._act(self._arrive(SiteKind.NEED, view.graph, view.call, True, saved))
             self._bring(saved)
             saved.check_version()
             saved.in_use += 1
@@ -146,8 +146,9 @@ class Engine:
             key = key_of(token)
             view = self._view(token)
             view.saved.in_use -= 1
-            self._arrive(SiteKind.DONE, view.graph, view.call, True, view.saved)
+            site = self._arrive(SiteKind.DONE, view.graph, view.call, True, view.saved)
             self.release(key)
+            self._act(site)
             self._leave()
 
     def drop_all(self) -> None:
@@ -193,20 +194,24 @@ class Engine:
 
     def _arrive(
         self, kind: SiteKind, graph: str, call: int, backward: bool, saved: Saved | None
-    ) -> None:
-        """Record the site and do what the plan asks for here."""
+    ) -> int:
+        """Record the site and compare it with the plan; returns its number."""
         recorder = self.recorder
         assert recorder is not None
         site = recorder.num_sites
         tensor = saved.order if saved is not None and self._is_of_step(saved) else None
         recorder.arrive(kind, graph, call, backward, tensor)
         schedule = self._schedule
-        if schedule is None:
-            if kind is SiteKind.SAVE:
-                self._make_room(0, self.limit_bytes)
-            return
-        if not self._as_planned(schedule, site, (kind, graph, call, backward, tensor)):
+        actual = (kind, graph, call, backward, tensor)
+        if schedule is not None and not self._as_planned(schedule, site, actual):
             self._diverge(site)
+        return site
+
+    def _act(self, site: int) -> None:
+        """Do what the plan asks for at a site; without a plan, keep under the limit."""
+        schedule = self._schedule
+        if schedule is None:
+            self._make_room(0, self.limit_bytes)
             return
         actions = schedule.actions(site)
         for order in actions.gone:
@@ -250,7 +255,6 @@ class Engine:
         self.diverged_at = site
         self.limit_bytes = min(self._schedule.limits_bytes)
         self._schedule = None
-        self._make_room(0, self.limit_bytes)
 
     # -- movements -----------------------------------------------------------------------------
 

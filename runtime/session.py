@@ -15,41 +15,44 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from teraplan.check_plan import require_valid
 from teraplan.config import Config
-from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, TeraplanError
-from teraplan.graph_table import GraphTable
-from teraplan.hardware import Budgets, Hardware
-from teraplan.memory_curve import device_curve
+from teraplan.errors import (
+    FallbackRefusedError,
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    TeraplanError,
+)
+from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.plan import Plan
-from teraplan.plan_file import read_plan, require_same_fingerprint
-from teraplan.planners import make_plan
 from teraplan.report.summary import plan_banner
 from teraplan.run_record import RunRecord, TransferRecord
 from teraplan.runtime.budget import GraphForecast
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
+from teraplan.runtime.plan_maker import PlanMaker
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.report_files import ReportFiles
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.session_status import status_of
 from teraplan.status import Status
-from teraplan.units import format_nbytes, format_ns
+from teraplan.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
 _KEPT_RUNS = 64
 _MAX_EVENTS = 1_000_000
-_OVERSHOOT = 1.03
-"""Peak against budget from which the difference is reserved and the plan made anew."""
-_MAX_REPLANS = 2
+_MAX_REPLANS = 3
+_RESERVE_FACTOR = 1.25
+"""Of what the process took beyond its budget, so much is held back from the next plan."""
+_CHECKED_AFTER = 2
+"""Planned steps after which the peak is compared with the budget."""
+_RUNS_WRITTEN_AT = (1, 3, 10)
+"""Numbers of planned steps after which the run file is written."""
 
 CaseKey = tuple[str, tuple[object, ...]]
 
@@ -69,13 +72,12 @@ class Session:
         self.last_used_ns = 0
         self.fallbacks: list[str] = []
         self._forecast = GraphForecast(device)
-        self._hardware: Hardware | None = None
         self._budget_bytes = 0
         self._compiles = self._compiles_seen = 0
         self._optimizer_known = self._optimizer_stepped = False
         self._error: TeraplanError | None = None
-        self._replayed = self._read_replay() if config.plan != "auto" else None
         self.reports = ReportFiles(config.report)
+        self.plans = PlanMaker(config, device, self.reports)
         self._hook = register_optimizer_step_post_hook(_after_optimizer(weakref.ref(self)))
         self._finalizer = weakref.finalize(self, _close, device, self._hook)
 
@@ -99,12 +101,13 @@ class Session:
         if self._error is not None:
             raise self._error
         try:
-            self.tables.setdefault(table.graph, table)
+            if table.graph not in self.tables:
+                self._meet(table)
             if self._at_step_begin():
                 self._begin_step((table.graph, shapes))
             elif self.engine.unplanned:
                 self.engine.limit_bytes = self._safe_limit()
-        except (InfeasibleBudgetError, FallbackRefusedError) as error:
+        except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
             self._error = error
             raise
         return self.engine.enter(table)
@@ -137,8 +140,10 @@ class Session:
         self._finish_step()
         case = self.cases.setdefault(key, Case(number=len(self.cases)))
         self.active = case
-        if self._compiles == self._compiles_seen:
-            self._plan_if_ready(case)
+        if case.schedule is None and self._compiles == self._compiles_seen:
+            plan = self.plans.plan(case)
+            if plan is not None:
+                self._follow(case, plan)
         self._optimizer_stepped = False
         measure_memory = (
             case.schedule is None
@@ -150,6 +155,8 @@ class Session:
         if case.schedule is None:
             self._forecast.refresh(self.tables.values())
             self._refuse_hopeless_budget()
+        if self.steps == 0:
+            log.info("%s", self._first_words())
         self.engine.begin_step(
             recorder, case.schedule, self._safe_limit(), self._resident_limit(case)
         )
@@ -176,15 +183,6 @@ class Session:
                 f"step kind {case.number} is different every time; it runs without a plan"
             )
 
-    def _plan_if_ready(self, case: Case) -> None:
-        if case.schedule is not None:
-            return
-        if self._replayed is not None:
-            if case.last is not None:
-                self._replay(case)
-        elif case.measured(self.config.profile_steps):
-            self._make_plan(case)
-
     def _finish_planned_step(
         self, case: Case, recorder: StepRecorder, transfers: tuple[TransferRecord, ...]
     ) -> None:
@@ -205,8 +203,9 @@ class Session:
             )
         )
         del case.runs[:-_KEPT_RUNS]
-        if len(case.runs) == 3:
+        if len(case.runs) in _RUNS_WRITTEN_AT:
             self.reports.write_runs(case.number, case.schedule.plan, case.runs)
+        if len(case.runs) == _CHECKED_AFTER:
             self._reserve_overshoot(case)
 
     def _counted_peak(self, case: Case, recorder: StepRecorder) -> int:
@@ -221,36 +220,15 @@ class Session:
 
     # -- plans ---------------------------------------------------------------------------------
 
-    def _make_plan(self, case: Case) -> None:
-        start_ns = time.perf_counter_ns()
-        trace = case.trace(torch_version=torch.__version__, kernels=self.config.kernels)
-        self.reports.write_trace(case.number, trace)
-        hardware = self._machine()
-        if case.budgets is None:
-            case.budgets = self._budgets(int(device_curve(trace).max()), hardware)
-        plan = make_plan(trace, hardware, case.budgets, policy=self.config.policy)
-        require_valid(plan)
-        elapsed = format_ns(time.perf_counter_ns() - start_ns)
-        log.info("planned %d sites in %s", len(trace.sites), elapsed)
-        self._follow(case, plan)
-
-    def _read_replay(self) -> Plan:
-        plan = read_plan(Path(self.config.plan))
-        require_valid(plan)
-        return plan
-
-    def _replay(self, case: Case) -> None:
-        assert self._replayed is not None
-        assert case.last is not None
-        trace = case.last.trace(
-            state_bytes=0,
-            durations_ns=(0,) * case.last.num_sites,
-            workspaces_bytes=(0,) * case.last.num_sites,
-            torch_version=torch.__version__,
-            kernels=self.config.kernels,
-        )
-        require_same_fingerprint(self._replayed, trace.fingerprint)
-        self._follow(case, self._replayed)
+    def _meet(self, table: GraphTable) -> None:
+        """Take in a graph; one that a replayed plan does not know is an error at once."""
+        self.tables[table.graph] = table
+        for name, nbytes, why in table.uncovered:
+            if nbytes >= MIN_SLOT_BYTES:
+                self._fall_back(
+                    f"the saved activation {name} ({format_nbytes(nbytes)}) cannot move: {why}"
+                )
+        self.plans.require_known(table)
 
     def _follow(self, case: Case, plan: Plan) -> None:
         case.schedule = Schedule(plan)
@@ -265,11 +243,10 @@ class Session:
         actual = self.actual_peak_bytes()
         assert case.schedule is not None
         budget = case.schedule.plan.budgets.device_bytes
-        predicted = case.schedule.plan.prediction.device_peak_bytes
-        if actual <= budget * _OVERSHOOT or case.replans >= _MAX_REPLANS or self._replayed:
+        if actual <= budget or case.replans >= _MAX_REPLANS or self.plans.replayed:
             return
         case.replans += 1
-        case.reserve_bytes += actual - max(budget, predicted)
+        case.reserve_bytes += int((actual - budget) * _RESERVE_FACTOR)
         previous = case.schedule.plan
         log.info(
             "peak was %s with a budget of %s; planning anew with the difference held back",
@@ -277,30 +254,13 @@ class Session:
             format_nbytes(budget),
         )
         try:
-            self._make_plan(case)
+            self._follow(case, self.plans.make(case))
         except InfeasibleBudgetError:
             self._follow(case, previous)
             self._fall_back(
                 f"peak memory is {format_nbytes(actual)}, over the budget of "
                 f"{format_nbytes(budget)}: the allocator's fragmentation leaves no room for it"
             )
-
-    def _machine(self) -> Hardware:
-        if self._hardware is None:
-            self._hardware = self.device.hardware()
-        return self._hardware
-
-    def _budgets(self, unlimited_peak_bytes: int, hardware: Hardware) -> Budgets:
-        device, host = self.config.device_budget, self.config.host_budget
-        return Budgets(
-            device_bytes=device.resolve(unlimited_peak_bytes)
-            if device is not None
-            else hardware.device_capacity_bytes,
-            host_bytes=min(host.resolve(unlimited_peak_bytes), hardware.host_capacity_bytes)
-            if host is not None
-            else hardware.host_capacity_bytes,
-            storage_bytes=hardware.storage_capacity_bytes,
-        )
 
     # -- budgets before there is a plan --------------------------------------------------------
 
@@ -321,6 +281,13 @@ class Session:
         if case.memory is not None:
             return budget - case.memory.state_bytes - max(case.memory.workspaces_bytes)
         return budget - self._forecast.other_bytes
+
+    def _first_words(self) -> str:
+        stores = ", ".join(f"{s.directory} ({s.path})" for s in self.device.stores())
+        return (
+            f"teraplan on {self.device.name}: device budget {format_nbytes(self._budget_bytes)}, "
+            f"storage {stores}; measuring {self.config.profile_steps + 1} steps before planning"
+        )
 
     def _resident_limit(self, case: Case) -> int | None:
         if case.memory is None or case.schedule is None:

@@ -66,7 +66,10 @@ def _of_plan(session: "Session") -> dict[str, object]:
         "ideal_step_ns": prediction.ideal_ns,
         "predicted_step_ns": prediction.step_ns,
         "actual_peak_bytes": session.actual_peak_bytes(),
-        **{f"{what}_path": str(path) if path is not None else "" for what, path in paths.items()},
+        **{
+            f"{what}_path": str(path) if path is not None and path.exists() else ""
+            for what, path in paths.items()
+        },
     }
 
 

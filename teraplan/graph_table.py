@@ -8,6 +8,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
+MIN_SLOT_BYTES = 64 << 10
+"""Smaller tensors stay: a transfer of less costs more in calls than it frees in bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:

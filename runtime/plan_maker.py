@@ -1,0 +1,117 @@
+"""Makes the plan for a kind of step: from its measurements, or from the file that is replayed."""
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from teraplan.check_plan import require_valid
+from teraplan.config import Config
+from teraplan.graph_table import GraphTable
+from teraplan.hardware import Budgets, Hardware
+from teraplan.memory_curve import device_curve
+from teraplan.plan import Plan
+from teraplan.plan_file import read_plan, require_same_fingerprint
+from teraplan.planners import make_plan
+from teraplan.planners.base import Problem, require_feasible
+from teraplan.runtime.case import Case
+from teraplan.runtime.device import Device
+from teraplan.runtime.report_files import ReportFiles
+from teraplan.step_trace import StepTrace
+from teraplan.units import format_ns
+
+log = logging.getLogger(__name__)
+
+
+class PlanMaker:
+    """Plans within one configuration on one device.
+
+    Raises:
+        FileFormatError: (constructor) the plan file to replay is none, or not valid.
+    """
+
+    def __init__(self, config: Config, device: Device, reports: ReportFiles) -> None:
+        self._config = config
+        self._device = device
+        self._reports = reports
+        self._machine: Hardware | None = None
+        self.replayed: Plan | None = None
+        if config.plan != "auto":
+            self.replayed = read_plan(Path(config.plan))
+            require_valid(self.replayed)
+
+    def require_known(self, table: GraphTable) -> None:
+        """Raise PlanMismatchError if the plan to replay was made without this graph."""
+        if self.replayed is None:
+            return
+        planned = self.replayed.trace.fingerprint
+        actual = dataclasses.replace(
+            planned,
+            torch_version=torch.__version__,
+            kernels=self._config.kernels,
+            device=self._device.name,
+            graphs=planned.graphs if table.graph in planned.graphs else (table.graph,),
+        )
+        require_same_fingerprint(self.replayed, actual)
+
+    def plan(self, case: Case) -> Plan | None:
+        """A plan for the case, None as long as its measurements are not complete.
+
+        Raises:
+            InfeasibleBudgetError: no plan fits; known as soon as memory has been measured.
+            PlanMismatchError: the replayed plan is for another step.
+        """
+        if case.memory is None:
+            return None
+        if self.replayed is not None:
+            require_same_fingerprint(self.replayed, self._trace(case).fingerprint)
+            return self.replayed
+        if not case.measured(self._config.profile_steps):
+            if not case.durations_ns:
+                self._require_feasible(case)
+            return None
+        return self.make(case)
+
+    def make(self, case: Case) -> Plan:
+        """A new plan from the case's measurements."""
+        start_ns = time.perf_counter_ns()
+        trace = self._trace(case)
+        self._reports.write_trace(case.number, trace)
+        budgets = self._budgets(case, trace)
+        plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
+        require_valid(plan)
+        elapsed = format_ns(time.perf_counter_ns() - start_ns)
+        log.info("planned %d sites in %s", len(trace.sites), elapsed)
+        return plan
+
+    def machine(self) -> Hardware:
+        """The machine, measured at the first call."""
+        if self._machine is None:
+            self._machine = self._device.hardware()
+        return self._machine
+
+    def _trace(self, case: Case) -> StepTrace:
+        return case.trace(torch_version=torch.__version__, kernels=self._config.kernels)
+
+    def _require_feasible(self, case: Case) -> None:
+        trace = self._trace(case)
+        require_feasible(Problem.of(trace, self.machine(), self._budgets(case, trace)))
+
+    def _budgets(self, case: Case, trace: StepTrace) -> Budgets:
+        """The case's budgets; percentages mean the step as it was first measured."""
+        if case.budgets is None:
+            unlimited = int(device_curve(trace).max())
+            machine, config = self.machine(), self._config
+            device, host = config.device_budget, config.host_budget
+            case.budgets = Budgets(
+                device_bytes=device.resolve(unlimited)
+                if device is not None
+                else machine.device_capacity_bytes,
+                host_bytes=min(host.resolve(unlimited), machine.host_capacity_bytes)
+                if host is not None
+                else machine.host_capacity_bytes,
+                storage_bytes=machine.storage_capacity_bytes,
+            )
+        return case.budgets
