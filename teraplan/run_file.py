@@ -48,7 +48,8 @@ def read_runs(path: Path) -> tuple[Plan, tuple[RunRecord, ...]]:
 
 
 def _encode_run(record: RunRecord) -> dict[str, object]:
-    return {name: getattr(record, name) for name in (*_INTS, *_COLUMNS)} | {
+    value: dict[str, object] = {name: getattr(record, name) for name in (*_INTS, *_COLUMNS)}
+    return value | {
         "transfers": [
             [t.tensor, t.nbytes, t.direction.value, t.tier.value, t.store, t.start_ns, t.end_ns]
             for t in record.transfers

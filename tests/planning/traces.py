@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 
 from teraplan.hardware import Hardware, Link
 from teraplan.step_trace import Site, SiteKind, StepTrace, Tensor, TensorKind
-
 from tests.planning.synthetic import FINGERPRINT
 
 

@@ -1,0 +1,207 @@
+"""Files come back as they were written, and hostile ones are refused with the field's name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from teraplan import json_files
+from teraplan.errors import FileFormatError, PlanMismatchError
+from teraplan.hardware import Hardware, Tier
+from teraplan.memory_curve import device_curve, least_budget, peak
+from teraplan.plan_file import read_plan, require_same_fingerprint, write_plan
+from teraplan.planners import make_plan
+from teraplan.run_file import read_runs, write_runs
+from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecord
+from teraplan.step_trace import StepTrace
+from teraplan.trace_file import read_trace, write_trace
+from tests.planning.synthetic import budgets, gpt_trace, machine
+from tests.planning.traces import machines, traces
+
+quick = settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@quick
+@given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
+def test_round_trips(tmp_path: Path, trace: StepTrace, hardware: Hardware, part: float) -> None:
+    least, most = least_budget(trace).nbytes, peak(device_curve(trace))
+    plan = make_plan(trace, hardware, budgets(least + int((most - least) * part)), "teraio")
+    path = tmp_path / "file.json"
+    write_trace(trace, path)
+    assert read_trace(path) == trace
+    write_plan(plan, path)
+    assert read_plan(path) == plan
+    first = path.read_bytes()
+    write_plan(read_plan(path), path)
+    assert path.read_bytes() == first
+    record = RunRecord(
+        step=3,
+        duration_ns=5,
+        device_peak_bytes=6,
+        managed_peak_bytes=7,
+        site_start_ns=(0, 1),
+        managed_bytes=(2, 3),
+        transfers=(
+            TransferRecord(
+                tensor="a",
+                nbytes=1,
+                direction=Direction.BACK,
+                tier=Tier.HOST,
+                store="",
+                start_ns=1,
+                end_ns=2,
+            ),
+        ),
+        stalls=(StallRecord(site=1, tensor="a", start_ns=1, duration_ns=2),),
+    )
+    write_runs(path, plan, [record, record])
+    assert read_runs(path) == (plan, (record, record))
+    assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    trace = gpt_trace(1)
+    plan = make_plan(trace, machine(), budgets(peak(device_curve(trace)) - 1))
+    assert plan.migrations
+    write_plan(plan, tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def set_at(path: str, value: object) -> Callable[[Any], None]:
+    def change(data: Any) -> None:  # noqa: ANN401 - any JSON
+        *parents, last = [int(p) if p.isdigit() else p for p in path.split("/")]
+        for part in parents:
+            data = data[part]
+        data[last] = value
+
+    return change
+
+
+CHANGES: list[tuple[str, object, str]] = [
+    ("schema", "other", r'schema: is "other", expected "teraplan.plan"'),
+    ("schema_version", 2, "schema_version: is 2, this teraplan reads 1"),
+    ("surprise", 1, 'unknown field "surprise"'),
+    ("policy", 3, "policy: is 3, expected a string"),
+    ("budgets/device_bytes", -1, r"budgets.device_bytes: is -1, expected 0 to"),
+    ("budgets/device_bytes", 1 << 80, "budgets.device_bytes: is .*, expected 0 to"),
+    ("budgets/device_bytes", True, "budgets.device_bytes: is true, expected an integer"),
+    ("budgets/device_bytes", "1", 'budgets.device_bytes: is "1", expected an integer'),
+    ("migrations/0/tensor", "nobody", r'migrations\[0\].tensor: "nobody" is no tensor'),
+    ("migrations/0/tier", "disk", r'migrations\[0\].tier: "disk" is not one of device, host'),
+    ("migrations/0/leave", 10**9, r"migrations\[0\].leave: is 1000000000, expected 0 to"),
+    ("migrations/0/clean", 0, r"migrations\[0\].clean: is 0, expected true or false"),
+    ("migrations", {}, "migrations: is an object of 0, expected a list"),
+    ("hardware/storage_link/back_bytes_per_s", 0, "is 0 bytes per second; write null"),
+    ("hardware/storage_link", 7, "hardware.storage_link: is 7, expected an object"),
+    ("trace/sites/kind", "x", r'trace.sites.kind: has the letter "x"'),
+    ("trace/sites/call", [1], r"trace.sites.call: has 1 items, expected \d+"),
+    ("trace/sites/tensor/0", 10**6, r"trace.sites.tensor\[0\]: is 1000000, expected 0 to"),
+    ("trace/sites/backward", "f", "trace.sites.backward: has 1 letters"),
+    ("trace/graph_names", [], "trace.graph_names: is empty"),
+    ("trace/tensors/0/windows", [], r"trace.tensors\[0\].windows: is empty"),
+    ("trace/tensors/0/windows", [[4, 2]], r"trace.tensors\[0\].windows: are not ascending"),
+    ("trace/tensors/0/windows/0", [1, 2, 3], r"windows\[0\]: has 3 items, expected 2"),
+    ("trace/tensors/0/kind", "ghost", r'trace.tensors\[0\].kind: "ghost" is not one of'),
+    ("trace/tensors/1/name", "g0.c0/norm_0", r'tensors\[1\].name: "g0.c0/norm_0" names two'),
+    ("trace/fingerprint/device", None, "trace.fingerprint.device: is null, expected a string"),
+    ("prediction/stall_ns", {"nobody": 1}, 'prediction.stall_ns: "nobody" is no tensor'),
+    ("prediction/out_bytes", {"disk": 1}, 'prediction.out_bytes: unknown field "disk"'),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), CHANGES)
+def test_refuses_wrong_fields(plan_path: Path, path: str, value: object, message: str) -> None:
+    data = json.loads(plan_path.read_text())
+    set_at(path, value)(data)
+    plan_path.write_text(json.dumps(data))
+    with pytest.raises(FileFormatError, match=message):
+        read_plan(plan_path)
+
+
+@pytest.mark.parametrize("field", ["policy", "trace", "migrations", "prediction", "schema"])
+def test_refuses_missing_fields(plan_path: Path, field: str) -> None:
+    data = json.loads(plan_path.read_text())
+    del data[field]
+    plan_path.write_text(json.dumps(data))
+    with pytest.raises(FileFormatError, match=f'field "{field}" is missing'):
+        read_plan(plan_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[]", "is a list of 0, expected an object"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"a":' * 200_000, "nested too deeply"),
+        (b'{"schema_version": 1.5}', "has the number 1.5; only integers"),
+        (b'{"schema_version": NaN}', "has the number NaN"),
+        (b'{"schema": "a", "schema": "b"}', 'has the field "schema" twice'),
+        (b'{"schema_version": ' + b"9" * 10_000 + b"}", "is not JSON"),
+    ],
+)
+def test_refuses_what_is_not_such_a_file(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    for read in (read_trace, read_plan, read_runs):
+        with pytest.raises(FileFormatError, match=message):
+            read(path)
+
+
+def test_refuses_every_truncation(plan_path: Path, tmp_path: Path) -> None:
+    content = plan_path.read_bytes()
+    short = tmp_path / "short.json"
+    for length in range(0, len(content) - 2, 997):
+        short.write_bytes(content[:length])
+        with pytest.raises(FileFormatError, match="is not JSON"):
+            read_plan(short)
+
+
+def test_refuses_absent_and_huge_files(
+    plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileFormatError, match="cannot be read: No such file"):
+        read_plan(tmp_path / "absent.json")
+    monkeypatch.setattr(json_files, "MAX_FILE_NBYTES", 100)
+    with pytest.raises(FileFormatError, match="files over 100 are not read"):
+        read_plan(plan_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_text("old")
+    with pytest.raises(TypeError):
+        json_files.write_object({"a": object()}, path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_tensors_of_one_name_are_not_written(tmp_path: Path) -> None:
+    trace = gpt_trace(1)
+    doubled = replace(trace, tensors=(trace.tensors[0], *trace.tensors[:-1]))
+    with pytest.raises(FileFormatError, match="names 2 tensors"):
+        write_trace(doubled, tmp_path / "file.json")
+
+
+def test_a_mismatch_names_the_field(plan_path: Path) -> None:
+    plan = read_plan(plan_path)
+    same = plan.trace.fingerprint
+    require_same_fingerprint(plan, same)
+    with pytest.raises(PlanMismatchError, match=r"torch_version is '2.13' in the plan and '9'"):
+        require_same_fingerprint(plan, replace(same, torch_version="9"))
+
+
+def test_migrations_are_one_per_line(plan_path: Path) -> None:
+    lines = plan_path.read_text().splitlines()
+    plan = read_plan(plan_path)
+    named = [line for line in lines if '"tensor": "g0.c0/' in line]
+    assert len(named) == len(plan.migrations)
