@@ -10,6 +10,7 @@ forward left that waits for its backward. Steps whose first graph or input sizes
 different kinds, each measured and planned by itself.
 """
 
+import copy
 import dataclasses
 import logging
 import time
@@ -99,7 +100,7 @@ class Session:
         """
         self.last_used_ns = time.perf_counter_ns()
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         try:
             if table.graph not in self.tables:
                 self._meet(table)
@@ -108,7 +109,7 @@ class Session:
             elif self.engine.unplanned:
                 self.engine.limit_bytes = self._safe_limit()
         except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
-            self._error = error
+            self._error = copy.copy(error)  # not its traceback: that holds the user's model
             raise
         return self.engine.enter(table)
 
