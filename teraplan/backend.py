@@ -5,6 +5,7 @@ puts the migration ops in. What comes back is wrapped so that its ops find their
 are shared by all graphs compiled under one configuration and live as long as one of these does.
 """
 
+import copy
 import logging
 import os
 import weakref
@@ -103,6 +104,6 @@ def _shape(value: Any) -> object:
 
 def _raiser(error: TeraplanError) -> Compiled:
     def raise_error(*_: Any) -> Any:
-        raise error.with_traceback(None) from None
+        raise copy.copy(error) from None  # the original would gather tracebacks and their frames
 
     return raise_error
