@@ -37,9 +37,15 @@ class Case:
     budgets: Budgets | None = None
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
-    replans: int = 0
+    headroom_bytes: int = 0
+    """Kept between what the process holds at a site and the budget."""
+    corrections: int = 0
+    unchecked_runs: int = 0
+    """Planned steps since peak and budget were compared."""
     attempts: int = 0
     runs: list[RunRecord] = field(default_factory=list[RunRecord])
+    runs_of: Schedule | None = None
+    """What the runs ran under."""
     last: StepRecorder | None = None
 
     @property

@@ -28,7 +28,7 @@ _RESERVED_FRACTION = 0.9
 _WORTH_MEASURING_BYTES = 2 << 20
 """So much free memory may be counted as used where memory is measured."""
 _WORTH_TRIMMING_BYTES = 16 << 20
-"""Less free memory than this is not worth the faults of touching it again."""
+"""Less free heap than this is not worth the faults of touching it again."""
 
 
 class _StorageCopy(Copy):
@@ -162,9 +162,11 @@ class CpuDevice(Device):
         return peak
 
     def keep_under(self, limit_bytes: int) -> None:
-        resident = process_memory.resident_bytes_fast()
-        if resident > limit_bytes and self._free_bytes() > _WORTH_TRIMMING_BYTES:
-            self._trim()
+        beyond = process_memory.resident_bytes_fast() - limit_bytes
+        if beyond > 0:
+            beyond -= self.pool.shrink(beyond)
+        if beyond > 0 and self._malloc.free_bytes() > _WORTH_TRIMMING_BYTES:
+            self._malloc.trim()
 
     def attach(self) -> None:
         take_memory_from(self.pool.empty_strided)

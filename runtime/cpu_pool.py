@@ -108,6 +108,13 @@ class CpuPool:
             self._unmap(self.waiting_bytes)
             self._most_bytes = self.in_use_bytes
 
+    def shrink(self, nbytes: int) -> int:
+        """Unmap waiting blocks of at least `nbytes` if there are so many; bytes unmapped."""
+        with self._lock:
+            before = self.waiting_bytes
+            self._unmap(nbytes)
+            return before - self.waiting_bytes
+
     def _lease(self, nbytes: int) -> object:
         nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:

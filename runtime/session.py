@@ -47,9 +47,12 @@ log = logging.getLogger(__name__)
 
 _KEPT_RUNS = 64
 _MAX_EVENTS = 1_000_000
-_MAX_REPLANS = 3
-_RESERVE_FACTOR = 1.25
-"""Of what the process took beyond its budget, so much is held back from the next plan."""
+_MAX_CORRECTIONS = 4
+_CORRECTION_FACTOR = 1.25
+"""Of what the process took beyond its budget, so much is held back."""
+_HEADROOM_FRACTION = 0.04
+_HEADROOM_BYTES = 8 << 20
+"""Together, what is left of the budget for allocations between two sites, to begin with."""
 _CHECKED_AFTER = 2
 """Planned steps after which the peak is compared with the budget."""
 _RUNS_WRITTEN_AT = (1, 3, 10)
@@ -191,6 +194,9 @@ class Session:
         engine = self.engine
         if engine.diverged_at is not None:
             self.diverged_steps += 1
+        if case.runs_of is not case.schedule:
+            case.runs.clear()
+            case.runs_of = case.schedule
         case.runs.append(
             RunRecord(
                 step=self.steps - 1,
@@ -206,8 +212,10 @@ class Session:
         del case.runs[:-_KEPT_RUNS]
         if len(case.runs) in _RUNS_WRITTEN_AT:
             self.reports.write_runs(case.number, case.schedule.plan, case.runs)
-        if len(case.runs) == _CHECKED_AFTER:
-            self._reserve_overshoot(case)
+        case.unchecked_runs += 1
+        if case.unchecked_runs == _CHECKED_AFTER:
+            case.unchecked_runs = 0
+            self._correct_overshoot(case)
 
     def _counted_peak(self, case: Case, recorder: StepRecorder) -> int:
         assert case.schedule is not None
@@ -233,35 +241,40 @@ class Session:
 
     def _follow(self, case: Case, plan: Plan) -> None:
         case.schedule = Schedule(plan)
-        case.runs.clear()
         self.reports.write_plan(case.number, plan)
-        self.device.run_fast()
-        self.device.take_peak()
+        self._start_measuring()
         log.info("%s", plan_banner(plan))
 
-    def _reserve_overshoot(self, case: Case) -> None:
-        """Plan anew, with what the process took beyond the budget held back."""
+    def _start_measuring(self) -> None:
+        """Measure the peak from here on, with no free memory left over."""
+        self.device.run_fast()
+        self.device.take_peak()
+
+    def _correct_overshoot(self, case: Case) -> None:
+        """If the process took more than the budget: keep less free memory, then plan for less.
+
+        What it takes beside tensors in use is free memory that waits for the next ones.
+        """
         actual = self.actual_peak_bytes()
         assert case.schedule is not None
         budget = case.schedule.plan.budgets.device_bytes
-        if actual <= budget or case.replans >= _MAX_REPLANS or self.plans.replayed:
+        if actual <= budget or case.corrections >= _MAX_CORRECTIONS:
             return
-        case.replans += 1
-        case.reserve_bytes += int((actual - budget) * _RESERVE_FACTOR)
-        previous = case.schedule.plan
-        log.info(
-            "peak was %s with a budget of %s; planning anew with the difference held back",
-            format_nbytes(actual),
-            format_nbytes(budget),
-        )
-        try:
-            self._follow(case, self.plans.make(case))
-        except InfeasibleBudgetError:
-            self._follow(case, previous)
-            self._fall_back(
-                f"peak memory is {format_nbytes(actual)}, over the budget of "
-                f"{format_nbytes(budget)}: the allocator's fragmentation leaves no room for it"
-            )
+        case.corrections += 1
+        beyond = int((actual - budget) * _CORRECTION_FACTOR)
+        log.info("peak was %s, %s over the budget", format_nbytes(actual), format_nbytes(beyond))
+        case.headroom_bytes += beyond
+        if case.corrections == 1 or self.plans.replayed is not None:
+            self._start_measuring()
+        else:
+            case.reserve_bytes += beyond
+            try:
+                self._follow(case, self.plans.make(case))
+            except InfeasibleBudgetError:
+                self._fall_back(
+                    f"peak memory is {format_nbytes(actual)}, over the budget of "
+                    f"{format_nbytes(budget)}: free memory between tensors leaves no room for it"
+                )
 
     # -- budgets before there is a plan --------------------------------------------------------
 
@@ -293,7 +306,9 @@ class Session:
     def _resident_limit(self, case: Case) -> int | None:
         if case.memory is None or case.schedule is None:
             return None
-        return case.schedule.plan.budgets.device_bytes + case.memory.overhead_bytes
+        budget = case.schedule.plan.budgets.device_bytes
+        headroom = case.headroom_bytes + int(budget * _HEADROOM_FRACTION) + _HEADROOM_BYTES
+        return budget + case.memory.overhead_bytes - headroom
 
     def _refuse_hopeless_budget(self) -> None:
         """Fail before any computation if state and the largest operation alone are too much."""
