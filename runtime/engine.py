@@ -227,6 +227,8 @@ class Engine:
         assert self.recorder is not None
         if self._resident_limit_bytes is not None:
             self.device.keep_under(self._resident_limit_bytes)
+        # Not earlier: until here, what `save` adds still counts as workspace of the interval before.
+        self.managed_peak_bytes = max(self.managed_peak_bytes, self.managed_bytes)
         self.recorder.leave(self.managed_bytes)
 
     def _is_of_step(self, saved: Saved) -> bool:
@@ -334,7 +336,6 @@ class Engine:
 
     def _take(self, nbytes: int) -> None:
         self.managed_bytes += nbytes
-        self.managed_peak_bytes = max(self.managed_peak_bytes, self.managed_bytes)
 
     def _give_back(self, saved: Saved) -> None:
         if self._resident.pop(id(saved), None) is not None:
