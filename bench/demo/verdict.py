@@ -7,9 +7,8 @@ from bench.demo.outcome import Outcome
 from teraplan.units import MIB, format_nbytes, format_ns
 
 ALLOWANCE, ALLOWANCE_BYTES = 0.05, 16 * MIB
-"""By how much the operating system's count may exceed the budget, as a share of it and in bytes:
-the two processes differ in buffers and in how full the allocator's pages are, neither of which is
-part of the step."""
+"""By how much what the operating system counts may exceed the budget, as a share of it and in
+bytes: it counts whole pages, and memory that the allocator keeps between two tensors."""
 
 
 def problems(unlimited: Outcome, limited: Outcome) -> list[str]:
@@ -32,7 +31,7 @@ def _overruns(unlimited: Outcome, limited: Outcome) -> Iterator[str]:
     budget = limited.budget_bytes
     if limited.bytes_out == 0:
         yield "nothing was moved, so the budget was not tested"
-    if limited.actual_peak_bytes > budget:
+    if limited.actual_peak_bytes > budget * (1 + ALLOWANCE) + ALLOWANCE_BYTES:
         yield (
             f"the peak of {format_nbytes(limited.actual_peak_bytes)} is over the budget of "
             f"{format_nbytes(budget)}"
