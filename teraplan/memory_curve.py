@@ -130,6 +130,8 @@ class LeastBudget:
 
     def describe(self, trace: StepTrace) -> str:
         """E.g. "site 41 (g0, backward): 1.00 GiB state and workspace, 96.00 MiB gelu_3"."""
+        if not trace.sites:
+            return f"{format_nbytes(self.nbytes)} state"
         site = trace.sites[self.site]
         way = "backward" if site.backward else "forward"
         largest = sorted(self.tensors, key=lambda i: -trace.tensors[i].nbytes)
