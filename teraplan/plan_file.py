@@ -20,7 +20,7 @@ from teraplan.step_trace import Fingerprint
 from teraplan.trace_file import decode_trace, encode_trace
 
 SCHEMA = "teraplan.plan"
-# 1 (2026-05): first version.
+# 1 (2026-11): first version.
 SCHEMA_VERSION = 1
 
 _PLAN_FIELDS = ("policy", "budgets", "hardware", "trace", "migrations", "prediction")

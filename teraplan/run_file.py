@@ -15,7 +15,7 @@ from teraplan.plan_file import decode_plan, encode_plan
 from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecord
 
 SCHEMA = "teraplan.runs"
-# 1 (2026-05): first version.
+# 1 (2026-11): first version.
 SCHEMA_VERSION = 1
 
 _PLAN_FIELDS = ("policy", "budgets", "hardware", "trace", "migrations", "prediction")

@@ -21,7 +21,7 @@ from teraplan.json_files import Node, load_object, write_object
 from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
 
 SCHEMA = "teraplan.trace"
-# 1 (2026-05): first version.
+# 1 (2026-11): first version.
 SCHEMA_VERSION = 1
 
 _LETTERS = {SiteKind.ENTER: "e", SiteKind.SAVE: "s", SiteKind.NEED: "n", SiteKind.DONE: "d"}
