@@ -69,15 +69,8 @@ def encode_trace(trace: StepTrace) -> dict[str, object]:
     graph_names = sorted({site.graph for site in trace.sites})
     graph_ids = {name: index for index, name in enumerate(graph_names)}
     sites = trace.sites
-    fingerprint = trace.fingerprint
     return {
-        "fingerprint": {
-            "graphs": list(fingerprint.graphs),
-            "shapes": fingerprint.shapes,
-            "torch_version": fingerprint.torch_version,
-            "kernels": fingerprint.kernels,
-            "device": fingerprint.device,
-        },
+        "fingerprint": _encode_fingerprint(trace.fingerprint),
         "state_bytes": trace.state_bytes,
         "graph_names": graph_names,
         "sites": {
@@ -102,6 +95,16 @@ def encode_trace(trace: StepTrace) -> dict[str, object]:
             }
             for tensor in trace.tensors
         ],
+    }
+
+
+def _encode_fingerprint(fingerprint: Fingerprint) -> dict[str, object]:
+    return {
+        "graphs": list(fingerprint.graphs),
+        "shapes": fingerprint.shapes,
+        "torch_version": fingerprint.torch_version,
+        "kernels": fingerprint.kernels,
+        "device": fingerprint.device,
     }
 
 

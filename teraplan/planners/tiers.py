@@ -37,9 +37,8 @@ def assign(problem: Problem, rows: Ints, spread: Spread) -> Moves | None:
     total = int(periods.nbytes[rows].sum())
     ample = {tier for tier, size in problem.tier_bytes.items() if size >= total}
     fastest_first = list(problem.tier_bytes)
-    order = np.arange(len(rows))
-    if spread is Spread.SHORT_IDLE_FAST:
-        order = np.argsort(periods.idle_ns[rows], kind="stable")
+    by_idle = spread is Spread.SHORT_IDLE_FAST
+    order = np.argsort(periods.idle_ns[rows], kind="stable") if by_idle else np.arange(len(rows))
     link_free = dict.fromkeys(rooms, 0.0)
     tiers: dict[int, Tier] = {}
     for i in order.tolist():
