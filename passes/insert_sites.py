@@ -55,7 +55,12 @@ def insert_sites(
     table = GraphTable(
         graph=fingerprint,
         slots=tuple(
-            Slot(name=c.saved.name, layer=module_path(c.saved), nbytes=nbytes_of(c.saved))
+            Slot(
+                name=c.saved.name,
+                layer=module_path(c.saved),
+                nbytes=nbytes_of(c.saved),
+                given=base_of(c.saved).op == "placeholder",
+            )
             for c in candidates
         ),
         uncovered=tuple(uncovered),
@@ -114,6 +119,8 @@ def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> s
         return f"layout {value.layout}"
     if type(value) is not torch._subclasses.FakeTensor:
         return f"tensor subclass {type(value).__name__}"
+    if value.is_conj() or value.is_neg():
+        return "conjugated or negated when it is read"
     if nbytes_of(saved) < MIN_SLOT_BYTES:
         return "small"
     if any(

@@ -50,8 +50,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if no forward waits for its backward."""
-        return not self._views
+        """True if no forward of this step waits for its backward."""
+        return not any(self._is_of_step(view.saved) for view in list(self._views.values()))
 
     @property
     def unplanned(self) -> bool:
@@ -111,7 +111,7 @@ class Engine:
         with self._lock:
             storage = x.untyped_storage()
             saved = self._by_storage.get(storage._cdata)
-            if saved is None or _expired(saved) or not self._is_of_step(saved):
+            if saved is None or not self._holds(saved, x, call):
                 saved = self._add(x, storage, table, call, slot)
             saved.tokens += 1
             key, token = make_token(self)
@@ -175,20 +175,32 @@ class Engine:
     ) -> Saved:
         assert self.recorder is not None
         described = table.slots[slot]
+        movable = _is_movable(x, storage, given=described.given)
         saved = Saved(
             name=f"{table.graph[:6]}.c{call}/{described.name}",
-            nbytes=storage.nbytes(),
+            nbytes=storage.nbytes() if movable else 0,
             origin=StorageWeakRef(storage),  # type: ignore[no-untyped-call]
             tensor=x,
             version=x._version,
             order=len(self._of_step),
+            saved_version=x._version,
+            saved_by=call,
         )
         self._of_step.append(saved)
         self._by_storage[storage._cdata] = saved
-        self._resident[id(saved)] = saved
-        self._take(saved.nbytes)
+        if movable:
+            self._resident[id(saved)] = saved
+            self._take(saved.nbytes)
         self.recorder.add_tensor(saved, tuple(x.shape), str(x.dtype)[6:], described.layer)
         return saved
+
+    def _holds(self, saved: Saved, x: torch.Tensor, call: int) -> bool:
+        """True if `saved` has the bytes of `x`, which looks at the storage that it was made for."""
+        if _expired(saved) or not self._is_of_step(saved):
+            return False
+        # Between two calls the user may have changed the tensor. Within one nobody can, and views
+        # that kernels make have counters of their own.
+        return saved.saved_by == call or saved.saved_version == x._version
 
     # -- sites ---------------------------------------------------------------------------------
 
@@ -263,14 +275,18 @@ class Engine:
     def _start_leaving(self, saved: Saved, migration: Migration) -> None:
         if saved.tensor is None or saved.copy is not None or saved.tokens == 0:
             return
-        saved.check_version()
+        if saved.modified or id(saved) not in self._resident:
+            return
         saved.copy = self.device.start_out(saved.tensor, migration.tier, saved.name)
 
     def _finish_leaving(self, saved: Saved) -> None:
         if saved.copy is None or saved.tensor is None or saved.in_use:
             return
         self._stalled(saved, saved.copy.wait_out())
-        saved.check_version()
+        if saved.modified:  # while it was on its way out: the copy is of no use
+            saved.copy.drop()
+            saved.copy = None
+            return
         saved.tensor = None
         self._give_back(saved)
 
@@ -306,10 +322,9 @@ class Engine:
                 if strict:
                     self._overrun(limit_bytes)
                 return
-            if victim.in_use or victim.tokens == 0:
+            if victim.in_use or victim.tokens == 0 or victim.modified:
                 continue
             if victim.copy is None:
-                victim.check_version()
                 assert victim.tensor is not None
                 victim.copy = self.device.start_out(victim.tensor, Tier.STORAGE, victim.name)
                 self.unplanned_bytes += victim.nbytes
@@ -358,6 +373,25 @@ class Engine:
             if saved.copy is not None:
                 saved.copy.drop()
                 saved.copy = None
+
+
+_LARGEST_ITEM_BYTES = 16
+_LARGEST_SHARE = 2
+
+
+def _is_movable(x: torch.Tensor, storage: torch.UntypedStorage, *, given: bool) -> bool:
+    """False if moving the storage is of no use or not possible.
+
+    A graph's input may be a small part of something larger that the user holds, a batch of a data
+    set: that must not travel. And memory that is not the allocator's may begin at any address, so
+    that it would not be aligned for its type where it comes back to.
+    """
+    if storage.data_ptr() % _LARGEST_ITEM_BYTES:
+        return False
+    if not given or x.numel() == 0:
+        return True
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return storage.nbytes() <= _LARGEST_SHARE * (last + 1) * x.element_size()
 
 
 def _expired(saved: Saved) -> bool:

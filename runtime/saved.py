@@ -26,6 +26,10 @@ class Saved:
     """Of `tensor` when it was saved: autograd's counter of modifications in place."""
     order: int
     """Number of this storage in the step."""
+    saved_version: int
+    """`version` before the tensor has been away: where it comes back to, it counts anew."""
+    saved_by: int
+    """The call that saved it first."""
     offset: int = 0
     """Of the tensor's first byte in the storage that came back, against the one that left."""
     copy: Copy | None = None
@@ -40,9 +44,14 @@ class Saved:
         """True if its bytes take device memory."""
         return self.tensor is not None or self.arrival is not None
 
+    @property
+    def modified(self) -> bool:
+        """True if user code has changed the tensor since it was saved."""
+        return self.tensor is not None and self.tensor._version != self.version
+
     def check_version(self) -> None:
         """Raise if user code has changed the tensor since it was saved."""
-        if self.tensor is not None and self.tensor._version != self.version:
+        if self.tensor is not None and self.modified:
             raise UnsupportedError(
                 f"{self.name}: modified in place (version {self.version} -> "
                 f"{self.tensor._version}) after the forward saved it for the backward; "

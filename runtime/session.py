@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 _KEPT_RUNS = 64
 _MAX_EVENTS = 1_000_000
+_MAX_MERGED_STEPS = 3
+"""So often an optimizer may step while a forward waits for a backward that may never come."""
 _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
 """Of what the process took beyond its budget, so much is held back."""
@@ -78,7 +80,8 @@ class Session:
         self._forecast = GraphForecast(device)
         self._budget_bytes = 0
         self._compiles = self._compiles_seen = 0
-        self._optimizer_known = self._optimizer_stepped = False
+        self._optimizer_known = False
+        self._optimizer_steps = 0
         self._error: TeraplanError | None = None
         self.reports = ReportFiles(config.report)
         self.plans = PlanMaker(config, device, self.reports)
@@ -93,7 +96,8 @@ class Session:
 
     def optimizer_stepped(self) -> None:
         """Some optimizer has updated its parameters."""
-        self._optimizer_known = self._optimizer_stepped = True
+        self._optimizer_known = True
+        self._optimizer_steps += 1
 
     def enter_forward(self, table: GraphTable, shapes: tuple[object, ...]) -> int:
         """A forward graph begins; returns the number of its call in the step.
@@ -131,10 +135,10 @@ class Session:
         recorder = self.engine.recorder
         if recorder is None:
             return True
-        if not self.engine.idle:
-            return False
+        if not self.engine.idle:  # a user who keeps a loss with its graph must not stop all steps
+            return self._optimizer_steps > _MAX_MERGED_STEPS
         return (
-            self._optimizer_stepped
+            self._optimizer_steps > 0
             or not self._optimizer_known
             or self.engine.finished_plan
             or recorder.num_sites > _MAX_EVENTS
@@ -148,7 +152,7 @@ class Session:
             plan = self.plans.plan(case)
             if plan is not None:
                 self._follow(case, plan)
-        self._optimizer_stepped = False
+        self._optimizer_steps = 0
         measure_memory = (
             case.schedule is None
             and case.memory is None

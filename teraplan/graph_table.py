@@ -22,6 +22,8 @@ class Slot:
     """Path of the module that made it, "" if unknown."""
     nbytes: int
     """Size as traced; another at run time where shapes are dynamic."""
+    given: bool = False
+    """The graph has not made it: it is, or is part of, one of its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
