@@ -110,7 +110,8 @@ class Device(ABC):
         """Start copying all bytes of `tensor`'s storage to `tier`; keeps them alive meanwhile.
 
         Raises:
-            StorageFullError: there is no room; nothing has happened.
+            StorageFullError: there is no room; nothing has happened. A device that stages bytes in
+                host memory may learn it later: then `wait_out` or the copy's arrival raises it.
         """
 
     @abstractmethod
@@ -120,6 +121,19 @@ class Device(ABC):
     @abstractmethod
     def take_transfers(self) -> tuple[TransferRecord, ...]:
         """Transfers finished since the last call, with `time.perf_counter_ns` times."""
+
+    def take_stalls(self) -> tuple[tuple[str, int, int], ...]:
+        """Waits of the computation that did not block its thread, ended since the last call.
+
+        For each the tensor's name, its start (`time.perf_counter_ns`) and its length in ns. Devices
+        that compute in the calling thread have none: there, `wait_out` and `wait` tell all.
+        """
+        return ()
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """What takes a slower path than it should, one sentence each."""
+        return tuple(fallback for store in self.stores() for fallback in store.fallbacks)
 
     @abstractmethod
     def stores(self) -> tuple[StoreInfo, ...]:

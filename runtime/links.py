@@ -59,7 +59,7 @@ def host_link(device: str | None = None, *, refresh: bool = False) -> Link | Non
     device = device or _accelerator()
     if device is None:
         return None
-    key = f"host {platform.node()} {device}"
+    key = f"host {platform.node()} {_model(device)}"
     link = None if refresh else _remembered(key)
     if link is None:
         link = _measure_memory() if device == "cpu" else _measure_accelerator(device)
@@ -257,6 +257,15 @@ def _accelerator() -> str | None:
         return None
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
+
+
+def _model(device: str) -> str:
+    """What tells this device apart from others that the machine may have had before."""
+    if device == "cpu":
+        return device
+    import torch
+
+    return f"{device} {torch.get_device_module(device).get_device_name(device)}"
 
 
 def _measure_accelerator(device: str) -> Link:

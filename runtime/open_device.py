@@ -1,5 +1,6 @@
 """The device back end for the tensors of a graph."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from teraplan.config import Config
@@ -9,6 +10,10 @@ from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.device import Device
 from teraplan.runtime.storage import Storage, default_directory
 
+_PINNED_SHARE = 0.5
+"""Share of the available host memory that a GPU takes if no host budget is given: pinned memory
+cannot be swapped, and the rest of the machine needs some."""
+
 
 def open_device(config: Config, device_type: str) -> Device:
     """The back end for `device_type` with spill files as `config` says.
@@ -17,20 +22,51 @@ def open_device(config: Config, device_type: str) -> Device:
         UnsupportedError: there is no back end for that type.
         StorageUnusableError, FallbackRefusedError: a storage directory cannot be used.
     """
+    if device_type not in _OPENERS:
+        raise UnsupportedError(
+            f"there is no back end for device type {device_type!r}; move the model to "
+            + " or ".join(repr(known) for known in _OPENERS)
+        )
     directories = [Path(d) for d in config.storage] or [default_directory()]
     storage = Storage.open(
         directories,
         checksum=config.checksum,
         deadline_s=config.deadline_s,
         strict=config.strict,
+        device_memory=device_type != "cpu",
     )
-    if device_type == "cpu":
-        host = config.host_budget
-        host_bytes = 0
-        if host is not None:
-            host_bytes = host.resolve(process_memory.available_bytes())
-        return CpuDevice(storage=storage, host_bytes=host_bytes)
-    storage.close()
-    raise UnsupportedError(
-        f"there is no back end for device type {device_type!r}; move the model to 'cpu' or 'cuda'"
+    try:
+        return _OPENERS[device_type](config, storage)
+    except BaseException:
+        storage.close()
+        raise
+
+
+def _open_cpu(config: Config, storage: Storage) -> Device:
+    return CpuDevice(storage=storage, host_bytes=_host_bytes(config, share=0.0))
+
+
+def _open_cuda(config: Config, storage: Storage) -> Device:
+    from teraplan.runtime.cuda_device import CudaDevice
+    from teraplan.runtime.torch_cuda_device import TorchCuda
+
+    return CudaDevice(
+        TorchCuda(),
+        storage,
+        host_bytes=_host_bytes(config, share=_PINNED_SHARE),
+        deadline_s=config.deadline_s,
+        strict=config.strict,
     )
+
+
+def _host_bytes(config: Config, *, share: float) -> int:
+    available = process_memory.available_bytes()
+    if config.host_budget is None:
+        return int(available * share)
+    return config.host_budget.resolve(available)
+
+
+_OPENERS: Mapping[str, Callable[[Config, Storage], Device]] = {
+    "cpu": _open_cpu,
+    "cuda": _open_cuda,
+}

@@ -1,0 +1,327 @@
+"""A CUDA device: tensors leave for pinned host memory or NVMe beside the computation.
+
+    computation   ...save----------------gone--- ... ---back--------------need...
+    side streams     \\-> copy out ->left-/             \\-> copy in ->arrived-/
+
+The computation's stream never waits for the host's disk: it waits for events of copies, and the
+host waits (with a deadline) only until the copy that it has to wait for is queued. A freed tensor's
+memory goes back to the allocator when the stream is told to wait for its copy, not when the copy
+ends, so what the allocator counts is what the plan counts. Bytes for storage go through bounded
+pinned memory (`staging`), or straight from the device where GDS has been proved to work.
+
+Tested on a CPU with streams that run as threads (`tests/fakes`); not run on a GPU.
+"""
+
+import logging
+import os
+from functools import partial
+
+import torch
+
+from teraplan.errors import FallbackRefusedError
+from teraplan.hardware import Hardware, Tier
+from teraplan.run_record import Direction, TransferRecord
+from teraplan.runtime.cuda_log import DeviceLog, Trip
+from teraplan.runtime.cuda_runtime import CudaRuntime, Event
+from teraplan.runtime.device import Arrival, Copy, Device
+from teraplan.runtime.event_waiter import EventWaiter
+from teraplan.runtime.host_tier import HostTier, InHost, Landing
+from teraplan.runtime.links import host_link, storage_link
+from teraplan.runtime.pinned_pool import PinnedPool, wait_until
+from teraplan.runtime.staged import Incoming, Outgoing
+from teraplan.runtime.staging import LEAST_BYTES, Staging
+from teraplan.runtime.storage import Record, Storage, StoreInfo
+from teraplan.units import MIB
+
+log = logging.getLogger(__name__)
+
+_CAPACITY_FRACTION = 0.95
+"""Share of the device's free memory that a budget left open takes: fragmentation needs the rest."""
+_HOST_CAPACITY_FRACTION = 0.99
+"""Share of the host pool that plans may use: every tensor is rounded up to the pool's granule."""
+_HOST_GRANULE_BYTES = 512
+_STAGING_PER_STORE_BYTES = 256 * MIB
+_STAGING_FRACTION = 0.25
+"""Most of the host budget that staging takes, if there is that much."""
+_WORTH_EMPTYING_BYTES = 64 * MIB
+"""Less cached memory than this is not worth stopping the device to give it back."""
+
+
+class _HostCopy(Copy):
+    tier = Tier.HOST
+
+    def __init__(self, host: HostTier, inner: InHost) -> None:
+        self.nbytes, self.inner, self.host = inner.nbytes, inner, host
+
+    def wait_out(self) -> int:
+        self.host.let_go(self.inner)
+        return 0
+
+    def drop(self) -> None:
+        self.host.drop(self.inner)
+
+
+class _HostArrival(Arrival):
+    def __init__(self, host: HostTier, landing: Landing) -> None:
+        self._host, self._landing = host, landing
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        return self._host.take(self._landing).untyped_storage(), 0, 0
+
+
+class _StagedCopy(Copy):
+    tier = Tier.STORAGE
+
+    def __init__(self, staging: Staging, outgoing: Outgoing) -> None:
+        self.nbytes, self.outgoing, self.staging = outgoing.nbytes, outgoing, staging
+
+    def wait_out(self) -> int:
+        return self.staging.wait_out(self.outgoing)
+
+    def drop(self) -> None:
+        self.staging.drop(self.outgoing)
+
+
+class _StagedArrival(Arrival):
+    def __init__(self, staging: Staging, incoming: Incoming) -> None:
+        self._staging, self._incoming = staging, incoming
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        memory, waited_ns = self._staging.wait_back(self._incoming)
+        return memory.untyped_storage(), 0, waited_ns
+
+
+class _DirectCopy(Copy):
+    """GDS: storage reads the tensor's own memory, so it may be freed only after the write."""
+
+    tier = Tier.STORAGE
+
+    def __init__(self, device: "CudaDevice", record: Record, label: str) -> None:
+        self.nbytes, self.record, self.label = record.nbytes, record, label
+        self._storage = device.storage
+
+    def wait_out(self) -> int:
+        return self._storage.wait(self.record.write, what=f"{self.label} to leave")
+
+    def drop(self) -> None:
+        self._storage.drop(self.record)
+
+
+class _DirectArrival(Arrival):
+    def __init__(self, device: "CudaDevice", copy: _DirectCopy, *, urgent: bool) -> None:
+        cuda, record = device.cuda, copy.record
+        self._cuda, self._home = cuda, cuda.current_stream()
+        self._landing = cuda.empty(record.nbytes + record.alignment)
+        allocated = cuda.record(self._home)
+        address = self._landing.data_ptr()
+        self._offset = (record.address_remainder - address) % record.alignment
+        self._storage, self._label = device.storage, copy.label
+        self._transfer = device.storage.get(
+            record,
+            address + self._offset,
+            owner=self._landing,
+            urgent=urgent,
+            after=partial(device.enter_worker, allocated),
+        )
+        device.note_direct(self._label, record.nbytes, Direction.BACK).transfers.append(
+            self._transfer
+        )
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        waited_ns = self._storage.wait(self._transfer, what=f"{self._label} to come back")
+        if self._cuda.current_stream() != self._home:
+            self._cuda.used_by(self._landing, self._cuda.current_stream())
+        return self._landing.untyped_storage(), self._offset, waited_ns
+
+
+class CudaDevice(Device):
+    """One GPU."""
+
+    def __init__(
+        self,
+        cuda: CudaRuntime,
+        storage: Storage,
+        *,
+        host_bytes: int,
+        deadline_s: float = 60.0,
+        strict: bool = False,
+        staging_bytes: int | None = None,
+    ) -> None:
+        self.cuda, self.storage = cuda, storage
+        self.name, self.type = cuda.name, cuda.type
+        self._deadline_s, self._strict = deadline_s, strict
+        self._owner_pid, self._closed = os.getpid(), False
+        self._log = DeviceLog(cuda)
+        direct = storage.takes_device_memory
+        if staging_bytes is None:
+            staging_bytes = 0 if direct else _staging_bytes(host_bytes, len(storage.stores))
+        self.staging = None
+        if not direct:
+            self.staging = Staging(
+                cuda, self._log, storage, nbytes=staging_bytes, deadline_s=deadline_s
+            )
+        self.pool = PinnedPool(
+            max(0, host_bytes - staging_bytes),
+            pin=cuda.pin,
+            unpin=cuda.unpin,
+            granule_bytes=_HOST_GRANULE_BYTES,
+        )
+        self._waiters = EventWaiter("teraplan-to-host"), EventWaiter("teraplan-from-host")
+        # One engine of the device serves each direction: copies of both tiers share its stream.
+        self._streams = (
+            self.staging.streams
+            if self.staging is not None
+            else (cuda.new_stream(), cuda.new_stream())
+        )
+        self._host = HostTier(
+            cuda, self._log, self.pool, streams=self._streams, waiters=self._waiters
+        )
+        self._worker_stream = cuda.new_stream()
+        try:
+            self._refuse_pageable()
+        except FallbackRefusedError:
+            self.close()
+            raise
+
+    # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        pageable = (pool.why_not_pinned for pool in self._pools())
+        return (*super().fallbacks, *filter(None, pageable))
+
+    def hardware(self) -> Hardware:
+        directories = [store.directory for store in self.storage.stores]
+        host_bytes = int(self.pool.limit_bytes * _HOST_CAPACITY_FRACTION)
+        return Hardware(
+            device=self.name,
+            device_capacity_bytes=self.capacity_bytes(),
+            host_capacity_bytes=host_bytes,
+            storage_capacity_bytes=self.storage.free_bytes + self.storage.bytes_in_use,
+            host_link=host_link(self.type) if host_bytes else None,
+            storage_link=storage_link(directories),
+        )
+
+    def capacity_bytes(self) -> int:
+        reserved = self.cuda.memory("reserved", "current")
+        return reserved + int(self.cuda.free_bytes() * _CAPACITY_FRACTION)
+
+    def state_bytes(self) -> int:
+        return self.cuda.memory("allocated", "current")
+
+    def measure_exactly(self) -> None:
+        """The allocator's count is always exact."""
+
+    def run_fast(self) -> None:
+        self.cuda.empty_cache()  # what measuring left behind, in the sizes of another plan
+
+    def resident_bytes(self) -> int:
+        return self.cuda.memory("allocated", "current")
+
+    def take_peak(self) -> int:
+        peak = self.peak_bytes()
+        self.cuda.reset_peaks()
+        return peak
+
+    def peak_bytes(self) -> int:
+        return self.cuda.memory("allocated", "peak")
+
+    def keep_under(self, limit_bytes: int) -> None:
+        reserved = self.cuda.memory("reserved", "current")
+        if reserved <= limit_bytes:
+            return
+        if reserved - self.cuda.memory("allocated", "current") > _WORTH_EMPTYING_BYTES:
+            self.cuda.empty_cache()
+
+    def attach(self) -> None:
+        """Inductor's code for a GPU takes its memory from the allocator that is counted here."""
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def mark(self) -> Event:
+        return self.cuda.record(self.cuda.current_stream(), timing=True)
+
+    def elapsed_ns(self, start: object, end: object) -> int:
+        for event in (start, end):
+            assert hasattr(event, "synchronize"), "marks are made by `mark`"
+            event.synchronize()
+        return self.cuda.elapsed_ns(start, end)  # type: ignore[arg-type]  # checked above
+
+    def take_transfers(self) -> tuple[TransferRecord, ...]:
+        return self._log.take_transfers()
+
+    def take_stalls(self) -> tuple[tuple[str, int, int], ...]:
+        return self._log.take_stalls()
+
+    # -- transfers -----------------------------------------------------------------------------
+
+    def start_out(self, tensor: torch.Tensor, tier: Tier, label: str) -> Copy:
+        source = self.cuda.bytes_of(tensor.untyped_storage())
+        if tier is Tier.HOST:
+            copy = _HostCopy(self._host, self._host.send(source, label))
+            self._refuse_pageable()
+            return copy
+        if self.staging is not None:
+            return _StagedCopy(self.staging, self.staging.send(source, label))
+        ready = self.cuda.record(self.cuda.current_stream())
+        record = self.storage.put(
+            source.data_ptr(),
+            source.nbytes,
+            owner=source,
+            label=label,
+            after=partial(self.enter_worker, ready),
+        )
+        self.note_direct(label, source.nbytes, Direction.OUT).transfers.append(record.write)
+        return _DirectCopy(self, record, label)
+
+    def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
+        if isinstance(copy, _HostCopy):
+            return _HostArrival(self._host, self._host.fetch(copy.inner))
+        if isinstance(copy, _StagedCopy):
+            return _StagedArrival(copy.staging, copy.staging.fetch(copy.outgoing, urgent=urgent))
+        assert isinstance(copy, _DirectCopy), f"{copy} was not made by this device"
+        return _DirectArrival(self, copy, urgent=urgent)
+
+    def enter_worker(self, event: Event) -> None:
+        """In a thread of storage: its own stream for what it computes there, then wait."""
+        self.cuda.work_on(self._worker_stream)
+        event.synchronize()
+
+    def note_direct(self, label: str, nbytes: int, direction: Direction) -> Trip:
+        """The log's entry for a transfer between device and storage."""
+        return self._log.add(
+            Trip(tensor=label, nbytes=nbytes, direction=direction, tier=Tier.STORAGE, num_left=0)
+        )
+
+    def _refuse_pageable(self) -> None:
+        pageable = [pool.why_not_pinned for pool in self._pools() if pool.why_not_pinned]
+        if self._strict and pageable:
+            raise FallbackRefusedError(f"strict is set, and {pageable[0]}")
+
+    def _pools(self) -> tuple[PinnedPool, ...]:
+        if self.staging is None:
+            return (self.pool,)
+        return self.pool, self.staging.writes, self.staging.reads
+
+    def stores(self) -> tuple[StoreInfo, ...]:
+        return self.storage.stores
+
+    def close(self) -> None:
+        if self._closed or os.getpid() != self._owner_pid:
+            return
+        self._closed = True
+        self.storage.close()
+        if self.staging is not None:
+            self.staging.close()
+        ended = [waiter.close(self._deadline_s) for waiter in self._waiters]
+        last = [self.cuda.record(stream) for stream in self._streams]
+        if all(ended) and wait_until(lambda: all(e.query() for e in last), self._deadline_s):
+            self.pool.close()
+        else:
+            log.warning("copies hang on %s; their host memory stays registered", self.name)
+
+
+def _staging_bytes(host_bytes: int, num_stores: int) -> int:
+    """Staging memory within a host budget; the least that works if the budget has less."""
+    wanted = min(_STAGING_PER_STORE_BYTES * num_stores, int(host_bytes * _STAGING_FRACTION))
+    return max(LEAST_BYTES, wanted // (2 * MIB) * (2 * MIB))

@@ -1,0 +1,105 @@
+"""What the CUDA back end asks of CUDA: streams, events, copies, pinning, the allocator's figures.
+
+`torch_cuda_device` makes the calls through torch. Tests put a runtime in its place that runs
+streams as threads, late and in any legal order, so that everything above is tested without a GPU.
+
+Streams and events are those of torch. Work of one stream runs in order; between streams there is no
+order but what `wait` makes. Memory from `empty` belongs to the stream that was current: when it is
+freed, later work of that stream may use it again at once.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+
+
+class Stream(Protocol):
+    """A queue of work on the device."""
+
+
+class Event(Protocol):
+    """A point in a stream, recorded when the event is made."""
+
+    def query(self) -> bool:
+        """Whether all work before it has ended."""
+
+    def synchronize(self) -> None:
+        """Block this thread, without the GIL, until all work before it has ended."""
+
+
+class CudaRuntime(ABC):
+    """One device. Methods may be called from any thread; none blocks unless it says so."""
+
+    name: str
+    type: str
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """The stream on which the calling thread computes."""
+
+    @abstractmethod
+    def new_stream(self) -> Stream:
+        """A stream that nothing else is ordered with."""
+
+    @abstractmethod
+    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+        """An event after all work that `stream` has been given so far."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let later work of `stream` begin after `event`; does not block the caller."""
+
+    @abstractmethod
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Queue a copy of bytes on `stream`. Both tensors must live until it has ended.
+
+        Blocks until it has ended if the host's side is not pinned.
+        """
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory of the current stream, (nbytes,), uint8."""
+
+    @abstractmethod
+    def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """The memory of `tensor` may be used again only after the work that `stream` has now.
+
+        Costs nothing if the memory is of that stream.
+        """
+
+    @abstractmethod
+    def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """All of `storage`, (nbytes,), uint8; shares and keeps its memory."""
+
+    @abstractmethod
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        """Time between two timing events that have ended."""
+
+    @abstractmethod
+    def work_on(self, stream: Stream) -> None:
+        """Make `stream` and this device current in the calling thread, for good."""
+
+    @abstractmethod
+    def pin(self, address: int, nbytes: int) -> str:
+        """Register pages of host memory with the device; "" or why that failed."""
+
+    @abstractmethod
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+
+    @abstractmethod
+    def memory(self, kind: str, which: str) -> int:
+        """Bytes by the allocator: `kind` "allocated" or "reserved", `which` "current" or "peak"."""
+
+    @abstractmethod
+    def reset_peaks(self) -> None:
+        """Let both peaks start from what is in use now."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give memory that no tensor uses back to the device; blocks until the device is idle."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Device memory that no process has."""

@@ -1,0 +1,103 @@
+"""CUDA's calls as torch makes them: the one file that names them. Not run on a GPU."""
+
+from typing import final
+
+import torch
+
+from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
+
+
+@final
+class TorchCuda(CudaRuntime):
+    """One device through torch."""
+
+    type = "cuda"
+
+    def __init__(self, index: int | None = None) -> None:
+        self.index = torch.cuda.current_device() if index is None else index
+        self.device = torch.device("cuda", self.index)
+        self.name = torch.cuda.get_device_name(self.index)
+
+    def current_stream(self) -> Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def new_stream(self) -> Stream:
+        # torch's streams are non-blocking: not ordered with the legacy default stream.
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+        # `blocking`: a thread that waits sleeps instead of spinning on a core.
+        event = torch.cuda.Event(enable_timing=timing, blocking=True)  # type: ignore[no-untyped-call]
+        event.record(_torch(stream))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        event.wait(_torch(stream))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        with torch.cuda.stream(_torch(stream)):
+            target.copy_(source, non_blocking=True)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(_torch(stream))  # returns at once for the stream that owns the memory
+
+    def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        whole.set_(storage, 0, (storage.nbytes(),), (1,))
+        return whole
+
+    def elapsed_ns(self, start: Event, end: Event) -> int:
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        elapsed_ms: float = start.elapsed_time(end)
+        return round(elapsed_ms * 1e6)
+
+    def work_on(self, stream: Stream) -> None:
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(_torch(stream))
+
+    def pin(self, address: int, nbytes: int) -> str:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        if code == 0:
+            return ""
+        self._forget_error()
+        return f"cudaHostRegister of {nbytes} bytes failed with CUDA error {code}"
+
+    def unpin(self, address: int) -> None:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostUnregister(address)) != 0:
+            self._forget_error()
+
+    def memory(self, kind: str, which: str) -> int:
+        # The flat `memory_stats` sorts a dictionary of a hundred keys: too slow for every site.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(stats[f"{kind}_bytes"]["all"][which]) if stats else 0
+
+    def reset_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def _forget_error(self) -> None:
+        # A failed call leaves its error behind for whoever launches the next kernel: take it here.
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError as error:
+            if "out of memory" in str(error):
+                raise
+
+
+def _torch(stream: Stream) -> torch.cuda.Stream:
+    assert isinstance(stream, torch.cuda.Stream)
+    return stream

@@ -1,0 +1,444 @@
+"""The CUDA back end over fake streams: order, back-pressure, faults, and nothing left behind."""
+
+import ctypes
+import errno
+import gc
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+
+from teraplan.errors import DeadlineError, FallbackRefusedError, StorageError, StorageFullError
+from teraplan.hardware import Tier
+from teraplan.run_record import Direction
+from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.device import Arrival, Copy
+from teraplan.runtime.storage import Storage, default_directory
+from teraplan.units import MIB
+from tests.fakes.fake_cuda import FakeCuda, FakeStream
+from tests.runtime.cuda_world import STAGING, World, content_of, until
+
+BOTH = pytest.mark.parametrize("tier", [Tier.HOST, Tier.STORAGE])
+LARGE = 5 * MIB + 1234
+"""More than all the slots of one direction."""
+
+
+@BOTH
+@pytest.mark.parametrize("nbytes", [1, 4096, 100_000, MIB, LARGE])
+def test_bytes_come_back(tier: Tier, nbytes: int) -> None:
+    with World() as world:
+        world.check(world.moved(3, nbytes, tier), 3, nbytes)
+
+
+def test_bytes_come_back_by_gds() -> None:
+    with World(direct=True) as world:
+        assert world.device.staging is None
+        copies = [world.moved(seed, 100_000 + seed) for seed in range(5)]
+        for seed, copy in enumerate(copies):
+            world.check(copy, seed, 100_000 + seed)
+            copy.drop()
+        assert world.storage.bytes_in_use == 0
+
+
+@BOTH
+def test_the_copy_waits_for_the_computation_and_the_computation_for_the_copy(tier: Tier) -> None:
+    with World() as world:
+        tensor = world.tensor(1, 1000)
+        world.cuda.compute.gate.clear()
+        world.cuda.calls.clear()
+        copy = world.out(tensor, tier)
+        side = next(stream for call, stream in world.cuda.calls if call == "copy")
+        calls = [call for call in world.cuda.calls if call[1] in ("compute", side)]
+        assert calls[:2] == [("record", "compute"), ("wait", side)]
+        assert calls.index(("copy", side)) > 1
+        assert calls[-1] == ("record", side)
+        world.cuda.calls.clear()
+        assert copy.wait_out() == 0, "the host does not wait for the copy"
+        assert ("wait", "compute") in world.cuda.calls
+        world.cuda.compute.gate.set()
+
+
+@BOTH
+def test_memory_that_is_used_again_at_once_does_not_spoil_the_copy(tier: Tier) -> None:
+    with World() as world:
+        tensor = world.tensor(1, 100_000)
+        address = tensor.data_ptr()
+        side = _copy_stream(world, Direction.OUT)
+        side.gate.clear()
+        copy = world.out(tensor, tier)
+        copy.wait_out()
+        del tensor
+        gc.collect()
+        other = world.tensor(2, 100_000)
+        assert other.data_ptr() == address
+        side.gate.set()
+        world.check(copy, 1, 100_000)
+
+
+@BOTH
+def test_the_landing_is_filled_only_after_its_memory_is_free(tier: Tier) -> None:
+    with World() as world:
+        copy = world.moved(1, 100_000, tier)
+        world.settle()
+        earlier = world.tensor(2, 100_000)
+        address, seen = earlier.data_ptr(), torch.empty(100_000, dtype=torch.uint8)
+        world.cuda.compute.gate.clear()
+        # A kernel has the address and keeps nothing alive.
+        world.cuda.run(lambda: ctypes.memmove(seen.data_ptr(), address, 100_000))
+        del earlier
+        arrival = world.device.start_back(copy)
+        threading.Timer(0.1, world.cuda.compute.gate.set).start()
+        found = world.back(arrival, 100_000)
+        assert torch.equal(seen, content_of(2, 100_000)), "overwritten too early"
+        assert torch.equal(found, content_of(1, 100_000))
+
+
+def test_a_slot_is_free_when_its_write_has_ended_and_no_earlier() -> None:
+    with World() as world:
+        world.storage_gate.clear()
+        copy = world.moved(1, MIB)
+        until(lambda: world.num_writes == 1)
+        world.cuda.finish()
+        assert world.slots_in_use == MIB
+        world.storage_gate.set()
+        world.settle()
+        assert world.slots_in_use == 0
+        world.check(copy, 1, MIB)
+
+
+def test_what_comes_back_during_its_write_is_copied_from_host_memory() -> None:
+    with World() as world:
+        world.storage_gate.clear()
+        copy = world.moved(1, MIB)
+        world.check(copy, 1, MIB)
+        assert world.device.stores()[0].read_bytes == 0
+        copy.drop()
+        world.storage_gate.set()
+        world.settle()
+        assert world.storage.bytes_in_use == 0
+
+
+def test_back_pressure_delays_the_wait_and_never_the_start() -> None:
+    with World(deadline_s=0.2) as world:
+        world.storage_gate.clear()
+        first = world.moved(1, 2 * MIB)  # all slots
+        late = world.tensor(2, MIB)
+        second = world.out(late)
+        assert world.slots_in_use == 2 * MIB
+        with pytest.raises(
+            DeadlineError, match=r"t1048576 did not leave.* 0 B are free, 1 tensors"
+        ):
+            second.wait_out()
+        world.storage_gate.set()
+        until(lambda: _wait_out(second))
+        world.cuda.run(lambda: late.fill_(0))
+        world.check(first, 1, 2 * MIB)
+        world.check(second, 2, MIB)
+
+
+def _wait_out(copy: Copy) -> bool:
+    try:
+        copy.wait_out()
+    except DeadlineError:
+        return False
+    return True
+
+
+def test_writes_cannot_take_the_memory_of_reads() -> None:
+    with World() as world:
+        early = world.moved(1, 4 * MIB)
+        world.settle()
+        world.storage_gate.clear()
+        held = [world.out(world.tensor(seed, MIB)) for seed in range(2, 4)]
+        stuck = [world.out(world.tensor(seed, 4 * MIB)) for seed in range(4, 6)]
+        until(lambda: world.num_writes == 6)  # two of three workers are held
+        world.check(early, 1, 4 * MIB)
+        world.storage_gate.set()
+        for seed, copy in enumerate(held + stuck, 2):
+            copy.wait_out()
+            world.check(copy, seed, copy.nbytes)
+
+
+def test_an_urgent_tensor_overtakes_those_in_line() -> None:
+    with World() as world:
+        copies = [world.moved(seed, 2 * MIB) for seed in range(6)]
+        world.settle()
+        side = _copy_stream(world, Direction.BACK)
+        side.gate.clear()
+        arrivals = [world.device.start_back(copy) for copy in copies]
+        staging = world.device.staging
+        assert staging is not None
+        until(lambda: len(staging._stuck_back) >= 4)
+        threading.Timer(0.05, side.gate.set).start()
+        arrivals[-1].wait()
+        assert staging._stuck_back, "the others are still in line"
+        for seed, arrival in enumerate(arrivals[:-1]):
+            assert torch.equal(world.back(arrival, 2 * MIB), content_of(seed, 2 * MIB))
+
+
+@BOTH
+@pytest.mark.parametrize("phase", ["computing", "copying", "writing", "there", "coming back"])
+def test_dropping_at_any_time_leaves_nothing_behind(tier: Tier, phase: str) -> None:
+    with World() as world:
+        side = _copy_stream(world, Direction.OUT)
+        if phase == "computing":
+            world.cuda.compute.gate.clear()
+        if phase == "copying":
+            side.gate.clear()
+        if phase in ("writing", "copying"):
+            world.storage_gate.clear()
+        tensor = world.tensor(1, LARGE)
+        address = tensor.data_ptr()
+        copy = world.out(tensor, tier)
+        if phase in ("there", "coming back"):
+            copy.wait_out()
+        arrival = world.device.start_back(copy) if phase == "coming back" else None
+        del tensor, arrival
+        copy.drop()
+        copy.drop()
+        for gate in (world.cuda.compute.gate, side.gate, world.storage_gate):
+            gate.set()
+        del copy
+        world.settle()
+        gc.collect()
+        assert world.device.pool.in_use_bytes == 0 or world.device.pool.free_bytes == 8 * MIB
+        until(lambda: world.storage.bytes_in_use == 0)
+        until(lambda: world.cuda.memory("allocated", "current") == 0)
+        assert world.tensor(2, LARGE).data_ptr() == address or phase == "coming back"
+
+
+@BOTH
+def test_a_landing_that_nobody_takes_is_not_written_to_after_its_end(tier: Tier) -> None:
+    with World() as world:
+        copy = world.moved(1, 100_000, tier)
+        world.settle()
+        side = _copy_stream(world, Direction.BACK)
+        side.gate.clear()
+        arrival = world.device.start_back(copy)
+        if tier is Tier.STORAGE:
+            until(lambda: ("copy", side.name) in world.cuda.calls[-3:])
+        del arrival
+        copy.drop()
+        gc.collect()
+        other = world.tensor(2, 100_000)
+        side.gate.set()
+        world.settle()
+        assert torch.equal(other, content_of(2, 100_000))
+
+
+def test_memory_of_another_stream_is_not_given_back_too_early() -> None:
+    with World() as world:
+        copy = world.moved(1, 5000, Tier.HOST)
+        staged = world.moved(2, 5000)
+        arrivals = [world.device.start_back(c) for c in (copy, staged)]
+        other = FakeStream("other")
+        world.cuda.streams.append(other)
+        world.cuda.use(other)
+        for seed, arrival in enumerate(arrivals, 1):
+            world.cuda.used.clear()
+            assert torch.equal(world.back(arrival, 5000), content_of(seed, 5000))
+            assert world.cuda.used == ["other"]
+
+
+def test_a_full_host_tier_says_so_and_takes_nothing() -> None:
+    with World() as world:
+        kept = world.moved(1, 7 * MIB, Tier.HOST)
+        with pytest.raises(StorageFullError, match=r"do not fit in the host tier.*host_budget"):
+            world.out(world.tensor(2, 2 * MIB), Tier.HOST)
+        world.check(kept, 1, 7 * MIB)
+        kept.drop()
+        world.check(world.moved(3, 8 * MIB, Tier.HOST), 3, 8 * MIB)
+
+
+def test_the_host_budget_is_a_ceiling() -> None:
+    with World(host_bytes=STAGING + 3 * MIB) as world:
+        world.moved(1, 3 * MIB, Tier.HOST)
+        world.moved(2, LARGE)
+        world.settle()
+        assert sum(world.cuda.pinned.values()) == STAGING + 3 * MIB
+
+
+def test_a_full_disk_is_an_error_of_that_tensor() -> None:
+    with World() as world:
+
+        def full(*_: object, **__: object) -> None:
+            raise StorageFullError("no space left")
+
+        world.storage.put = full  # type: ignore[assignment,method-assign]
+        copy = world.moved(1, 5000)
+        world.settle()
+        with pytest.raises(StorageFullError, match="no space left"):
+            world.device.start_back(copy).wait()
+        copy.drop()
+
+
+def test_a_failed_read_reaches_who_waits() -> None:
+    with World() as world:
+        copy = world.moved(1, LARGE)
+        world.settle()
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.EIO, "broken")
+
+        world.arena.read = fail  # type: ignore[assignment,method-assign]
+        with pytest.raises(StorageError, match="broken"):
+            world.device.start_back(copy).wait()
+        copy.drop()
+        world.settle()
+
+
+def test_an_error_of_the_device_reaches_who_waits() -> None:
+    with World() as world:
+        world.cuda.error_after_copy = "an illegal memory access"
+        copy = world.out(world.tensor(1, 5000))
+        world.cuda.error_after_copy = ""
+        world.settle()
+        with pytest.raises(StorageError, match="illegal memory access"):
+            copy.wait_out()
+        copy.drop()
+
+
+def test_a_device_that_hangs_is_named() -> None:
+    with World(deadline_s=0.2) as world:
+        copies = [world.moved(seed, 2 * MIB) for seed in range(2)]
+        world.settle()
+        side = _copy_stream(world, Direction.BACK)
+        side.gate.clear()
+        arrivals = [world.device.start_back(copy) for copy in copies]
+        with pytest.raises(DeadlineError, match=r"t2097152 did not come back, and nothing moved"):
+            arrivals[1].wait()
+        side.gate.set()
+
+
+def test_pageable_memory_is_named_and_refused_when_strict() -> None:
+    with World(why_not_pinned="not permitted") as world:
+        assert any("not permitted" in fallback for fallback in world.device.fallbacks)
+        world.check(world.moved(1, LARGE), 1, LARGE)
+    cuda = FakeCuda(why_not_pinned="not permitted")
+    before = threading.active_count()
+    with pytest.raises(FallbackRefusedError, match="not permitted"):
+        CudaDevice(
+            cuda,
+            Storage.open([default_directory()]),
+            host_bytes=0,
+            strict=True,
+            staging_bytes=STAGING,
+        )
+    until(lambda: threading.active_count() <= before + 1 + 4)  # but the fake's own streams
+    cuda.close()
+
+
+def test_transfers_and_waits_of_the_device_are_timed() -> None:
+    with World(slowest_s=0.02) as world:
+        names = [(Tier.HOST, 2 * MIB), (Tier.STORAGE, LARGE)]
+        for tier, nbytes in names:
+            copy = world.moved(1, nbytes, tier)
+            world.settle()
+            world.check(copy, 1, nbytes)
+        world.settle()
+        records = world.device.take_transfers()
+        assert [(r.tier, r.nbytes, r.direction) for r in records] == [
+            (tier, nbytes, direction) for tier, nbytes in names for direction in Direction
+        ]
+        assert all(0 < r.start_ns < r.end_ns for r in records)
+        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(records))
+        assert {r.store for r in records if r.tier is Tier.HOST} == {""}
+        assert all(r.store for r in records if r.tier is Tier.STORAGE)
+        assert not world.device.take_transfers()
+        stalls = world.device.take_stalls()
+        assert {label for label, _, _ in stalls} == {f"t{n}" for _, n in names}
+        assert all(length_ns >= 0 for _, _, length_ns in stalls)
+
+
+def test_marks_measure_the_computation() -> None:
+    with World() as world:
+        start = world.device.mark()
+        world.cuda.run(lambda: threading.Event().wait(0.05))
+        assert world.device.elapsed_ns(start, world.device.mark()) > 40_000_000
+
+
+def test_memory_is_what_the_allocator_counts() -> None:
+    with World() as world:
+        device = world.device
+        held = world.tensor(1, MIB)
+        assert device.state_bytes() == device.resident_bytes() == MIB
+        device.take_peak()
+        del held
+        assert device.take_peak() == MIB
+        assert device.take_peak() == 0
+        device.keep_under(0)
+        assert ("empty_cache", "") not in world.cuda.calls, "nothing is cached"
+
+
+def test_hardware_counts_staging_as_host_memory() -> None:
+    with World() as world:
+        hardware = world.device.hardware()
+        assert 7.9 * MIB < hardware.host_capacity_bytes <= 8 * MIB
+        assert hardware.host_link is not None
+        assert hardware.storage_link is not None
+
+
+def test_closing_with_everything_under_way() -> None:
+    world = World()
+    world.storage_gate.clear()
+    copies = [world.out(world.tensor(seed, LARGE)) for seed in range(3)]
+    world.moved(4, MIB, Tier.HOST)
+    threading.Timer(0.1, world.storage_gate.set).start()
+    with world:
+        world.device.close()
+        world.device.close()
+        for copy in copies[1:]:
+            with pytest.raises(StorageError, match="closed"):
+                copy.wait_out()
+    for copy in copies:
+        copy.drop()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_ends_with_the_right_bytes(seed: int) -> None:
+    """Little memory, random sizes, tiers and drops; a dead-lock would be a DeadlineError."""
+    choose = random.Random(seed)
+    with World(seed=seed, slowest_s=0.002) as world:
+        alive: list[tuple[Copy, int, int, Arrival | None]] = []
+        arrival: Arrival | None = None
+        for number in range(60):
+            tier = choose.choice([Tier.STORAGE, Tier.STORAGE, Tier.HOST])
+            nbytes = choose.choice([700, 70_000, 3 * MIB, LARGE])
+            action = choose.random()
+            if action < 0.5 or not alive:
+                if tier is Tier.HOST and world.device.pool.free_bytes < nbytes + 1024:
+                    tier = Tier.STORAGE
+                copy = world.out(world.tensor(number, nbytes), tier)
+                if choose.random() < 0.9:
+                    copy.wait_out()
+                    arrival = world.device.start_back(copy) if choose.random() < 0.3 else None
+                    alive.append((copy, number, nbytes, arrival))
+                else:
+                    copy.drop()
+                continue
+            copy, content, nbytes, arrival = alive.pop(choose.randrange(len(alive)))
+            if action < 0.9:
+                arrival = arrival or world.device.start_back(copy, urgent=choose.random() < 0.5)
+                found = world.back(arrival, nbytes)
+                assert torch.equal(found, content_of(content, nbytes))
+            arrival = None
+            copy.drop()
+        while alive:
+            copy, _, _, arrival = alive.pop()
+            copy.drop()
+        arrival = None
+        world.settle()
+        gc.collect()
+        until(lambda: world.storage.bytes_in_use == 0)
+        until(lambda: world.cuda.memory("allocated", "current") == 0)
+        assert world.device.pool.free_bytes == 8 * MIB
+
+
+def _copy_stream(world: World, direction: Direction) -> FakeStream:
+    staging = world.device.staging
+    assert staging is not None
+    stream = staging.streams[0 if direction is Direction.OUT else 1]
+    assert isinstance(stream, FakeStream)
+    return stream
