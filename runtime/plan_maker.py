@@ -9,12 +9,13 @@ import torch
 
 from teraplan.check_plan import require_valid
 from teraplan.config import Config
+from teraplan.errors import InvalidPlanError
 from teraplan.graph_table import GraphTable
 from teraplan.hardware import Budgets, Hardware
 from teraplan.memory_curve import device_curve
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan, require_same_fingerprint
-from teraplan.planners import make_plan
+from teraplan.planners import make_plan, planner_named
 from teraplan.planners.base import Problem, require_feasible
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
@@ -30,6 +31,7 @@ class PlanMaker:
 
     Raises:
         FileFormatError: (constructor) the plan file to replay is none, or not valid.
+        ConfigError: (constructor) there is no such policy.
     """
 
     def __init__(self, config: Config, device: Device, reports: ReportFiles) -> None:
@@ -40,7 +42,11 @@ class PlanMaker:
         self.replayed: Plan | None = None
         if config.plan != "auto":
             self.replayed = read_plan(Path(config.plan))
-            require_valid(self.replayed)
+            try:
+                require_valid(self.replayed)
+            except InvalidPlanError as error:
+                raise InvalidPlanError(f"{config.plan}: {error}") from None
+        planner_named(config.policy)  # an unknown one is told at once, not after measuring
 
     def require_known(self, table: GraphTable) -> None:
         """Raise PlanMismatchError if the plan to replay was made without this graph."""

@@ -85,7 +85,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
         compiled: Any = compile_fx(gm, list(example_inputs), config_patches=config_patches())
     else:
         compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)(gm, example_inputs)
-    varying = [i for i, x in enumerate(example_inputs) if not isinstance(x, torch.nn.Parameter)]
+    varying = _telling_inputs(gm, example_inputs)
 
     def call(*args: Any) -> Any:
         shapes = tuple(_shape(args[i]) for i in varying)
@@ -96,6 +96,23 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
             raise error.with_traceback(None) from None
 
     return call
+
+
+def _telling_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[int]:
+    """Positions of the inputs that tell kinds of steps apart: tensors and numbers that are sizes.
+
+    A number that is no size, such as that of the step, would make every step one of its own kind.
+    """
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    sizes = [n for t in tensors for n in t.shape if isinstance(n, torch.SymInt)]
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    return [
+        i
+        for i, x in enumerate(example_inputs)
+        if (isinstance(x, torch.Tensor) and not isinstance(x, torch.nn.Parameter))
+        or (isinstance(x, torch.SymInt) and x.node.expr.free_symbols & symbols)
+    ]
 
 
 def _shape(value: Any) -> object:

@@ -212,7 +212,7 @@ def _profile_steps(value: object) -> int:
 
 
 def _policy(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", value):
+    if not isinstance(value, str) or not re.fullmatch(r"[a-z][a-z0-9_-]*", value):
         raise ConfigError('expected the name of a policy, such as "teraplan"')
     return value
 

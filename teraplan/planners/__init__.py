@@ -34,11 +34,7 @@ def make_plan(
         ConfigError: if there is no such policy.
         InfeasibleBudgetError: if no plan fits; says which site needs how much.
     """
-    planner = POLICIES.get(policy)
-    if planner is None:
-        near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.0)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise ConfigError(f'policy "{policy}" is not one of {", ".join(sorted(POLICIES))}{hint}')
+    planner = planner_named(policy)
     problem = Problem.of(trace, hardware, budgets)
     require_feasible(problem)
     migrations = planner(problem)
@@ -52,3 +48,17 @@ def make_plan(
     )
     require_valid(plan)
     return plan
+
+
+def planner_named(policy: str) -> Planner:
+    """The planner of this name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    planner = POLICIES.get(policy)
+    if planner is None:
+        near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.0)
+        hint = f'; did you mean "{near[0]}"?' if near else ""
+        raise ConfigError(f'policy "{policy}" is not one of {", ".join(sorted(POLICIES))}{hint}')
+    return planner
