@@ -9,7 +9,7 @@ freed, later work of that stream may use it again at once.
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -18,14 +18,17 @@ class Stream(Protocol):
     """A queue of work on the device."""
 
 
+@runtime_checkable
 class Event(Protocol):
     """A point in a stream, recorded when the event is made."""
 
     def query(self) -> bool:
         """Whether all work before it has ended."""
+        ...
 
     def synchronize(self) -> None:
         """Block this thread, without the GIL, until all work before it has ended."""
+        ...
 
 
 class CudaRuntime(ABC):
@@ -70,7 +73,11 @@ class CudaRuntime(ABC):
 
     @abstractmethod
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """All of `storage`, (nbytes,), uint8; shares and keeps its memory."""
+        """All of `storage`, (nbytes,), uint8; shares and keeps its memory.
+
+        Raises:
+            UnsupportedError: it is on another device.
+        """
 
     @abstractmethod
     def elapsed_ns(self, start: Event, end: Event) -> int:

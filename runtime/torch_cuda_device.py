@@ -1,9 +1,11 @@
 """CUDA's calls as torch makes them: the one file that names them. Not run on a GPU."""
 
+from types import ModuleType
 from typing import final
 
 import torch
 
+from teraplan.errors import UnsupportedError
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
@@ -48,6 +50,12 @@ class TorchCuda(CudaRuntime):
         tensor.record_stream(_torch(stream))  # returns at once for the stream that owns the memory
 
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        if storage.device != self.device:
+            raise UnsupportedError(
+                f"a tensor is on {storage.device}, but this session works on {self.device}; one "
+                f"process trains on one GPU: call torch.cuda.set_device({storage.device.index}) "
+                "before the model is compiled"
+            )
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
         whole.set_(storage, 0, (storage.nbytes(),), (1,))
         return whole
@@ -63,7 +71,7 @@ class TorchCuda(CudaRuntime):
         torch.cuda.set_stream(_torch(stream))
 
     def pin(self, address: int, nbytes: int) -> str:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime = _cudart()
         code = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
         if code == 0:
             return ""
@@ -71,7 +79,7 @@ class TorchCuda(CudaRuntime):
         return f"cudaHostRegister of {nbytes} bytes failed with CUDA error {code}"
 
     def unpin(self, address: int) -> None:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime = _cudart()
         if int(runtime.cudaHostUnregister(address)) != 0:
             self._forget_error()
 
@@ -101,3 +109,9 @@ class TorchCuda(CudaRuntime):
 def _torch(stream: Stream) -> torch.cuda.Stream:
     assert isinstance(stream, torch.cuda.Stream)
     return stream
+
+
+def _cudart() -> ModuleType:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    assert isinstance(runtime, ModuleType), "torch has no CUDA"
+    return runtime

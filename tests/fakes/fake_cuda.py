@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -91,8 +92,9 @@ class _Memory:
             blocks = self.waiting.get((nbytes, home.name))
             block = blocks.pop() if blocks else bytearray(nbytes)
             if nbytes not in self._types:  # an array type has its length
-                end = {"__del__": lambda lease: self._ended(lease)}
-                self._types[nbytes] = type("Lease", (ctypes.c_char * nbytes,), end)
+                self._types[nbytes] = type(
+                    "Lease", (ctypes.c_char * nbytes,), {"__del__": _end_of, "memory": self}
+                )
             kind = self._types[nbytes]
             lease = kind.from_buffer(block)  # type: ignore[attr-defined]
             lease.block, lease.home = block, home
@@ -108,6 +110,10 @@ class _Memory:
         with self._lock:
             del self.in_use[id(block)]
             self.waiting.setdefault((nbytes, home.name), []).append(block)
+
+
+def _end_of(lease: Any) -> None:  # noqa: ANN401  a ctypes array with attributes
+    lease.memory._ended(lease)
 
 
 def _fill(address: int, nbytes: int, _alive: bytearray) -> None:

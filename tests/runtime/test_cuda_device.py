@@ -95,6 +95,27 @@ def test_the_landing_is_filled_only_after_its_memory_is_free(tier: Tier) -> None
         assert torch.equal(found, content_of(1, 100_000))
 
 
+@BOTH
+def test_what_is_asked_back_before_it_has_left(tier: Tier) -> None:
+    with World() as world:
+        side = _copy_stream(world, Direction.OUT)
+        side.gate.clear()
+        copy = world.moved(1, 100_000, tier)
+        arrival = world.device.start_back(copy)
+        threading.Timer(0.1, side.gate.set).start()
+        assert torch.equal(world.back(arrival, 100_000), content_of(1, 100_000))
+
+
+def test_host_memory_is_free_only_when_the_copy_to_it_has_ended() -> None:
+    with World() as world:
+        side = _copy_stream(world, Direction.OUT)
+        side.gate.clear()
+        world.moved(1, MIB, Tier.HOST).drop()
+        assert world.device.pool.free_bytes == 7 * MIB
+        side.gate.set()
+        until(lambda: world.device.pool.free_bytes == 8 * MIB)
+
+
 def test_a_slot_is_free_when_its_write_has_ended_and_no_earlier() -> None:
     with World() as world:
         world.storage_gate.clear()

@@ -1,0 +1,118 @@
+"""Training through the CUDA back end's transfers, with the CPU as the device that computes.
+
+Everything between the engine and CUDA's calls is the real thing: staging, pinned pools, events,
+threads. The computation runs on the host, so a stream that it must not overtake blocks it.
+"""
+
+import ctypes
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bench.models import convnet, gpt
+from teraplan import backend
+from teraplan.config import Config
+from teraplan.hardware import Hardware
+from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.storage import Storage, default_directory
+from teraplan.units import MIB
+from tests.end_to_end.training import Program, assert_same, tight, training, unlimited
+from tests.fakes.fake_cuda import FakeCuda, HostStream
+
+GPT = gpt.GPTConfig(num_layers=2, width=64, context=64, vocab_size=64)
+STAGING = 8 * MIB
+
+
+class CudaOnHost(FakeCuda):
+    """Device memory is what PyTorch allocates on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(slowest_s=0.001)
+        self.compute.close()
+        self.compute = HostStream("compute")
+        self.streams[0] = self.compute
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def pin(self, address: int, nbytes: int) -> str:
+        ctypes.memset(address, 0, nbytes)  # as pinning does: the pages are there from now on
+        return super().pin(address, nbytes)
+
+
+_MEMORY = (
+    "capacity_bytes",
+    "state_bytes",
+    "measure_exactly",
+    "run_fast",
+    "resident_bytes",
+    "take_peak",
+    "keep_under",
+    "attach",
+    "peak_bytes",
+)
+
+
+class CudaPath(CudaDevice):
+    """Counts memory as the CPU device does, and moves bytes as the CUDA device does."""
+
+    def __init__(self, storage: Storage, host_bytes: int) -> None:
+        self.cpu = CpuDevice(storage=storage, host_bytes=0)
+        super().__init__(CudaOnHost(), storage, host_bytes=host_bytes, staging_bytes=STAGING)
+        self.pool.prepare()
+        for name in _MEMORY:
+            setattr(self, name, getattr(self.cpu, name))
+
+    def hardware(self) -> Hardware:
+        found = super().hardware()
+        return dataclasses.replace(found, device_capacity_bytes=self.cpu.capacity_bytes())
+
+    def close(self) -> None:
+        super().close()
+        assert isinstance(self.cuda, FakeCuda)
+        self.cuda.close()
+
+
+SLOW = [pytest.param(tier, marks=pytest.mark.slow) for tier in ("storage", "host")]
+
+
+@pytest.fixture(params=["both", *SLOW])
+def tiers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Sessions get a CudaPath with these tiers."""
+    host_bytes = {"storage": 0, "host": 64 * MIB, "both": MIB}[request.param]
+
+    def open_device(config: Config, device_type: str) -> CudaPath:
+        assert device_type == "cpu"
+        return CudaPath(Storage.open([default_directory()]), STAGING + host_bytes)
+
+    monkeypatch.setattr(backend, "open_device", open_device)
+    yield request.param
+
+
+def compare(program: Program, tiers: str) -> None:
+    """Half the memory, the same bits, and the tiers that there are."""
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.5)
+    assert_same(reference, limited)
+    used = set(limited.final.bytes_out)
+    assert used <= {"storage", "host"}
+    assert used
+    if tiers == "storage":
+        assert used == {"storage"}
+
+
+def test_gpt(tiers: str) -> None:
+    program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=6)
+    compare(program, tiers)
+
+
+@pytest.mark.slow
+def test_convnet(tiers: str) -> None:
+    config = convnet.ConvNetConfig(num_stages=2, blocks_per_stage=1, image_size=16)
+    program = training(
+        lambda: convnet.build(config), lambda step: convnet.batch(config, 8, step), steps=6
+    )
+    compare(program, tiers)
