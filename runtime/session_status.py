@@ -31,7 +31,7 @@ def status_of(session: "Session") -> Status:
         "device_budget_bytes": session.device_budget_bytes() if case is not None else -1,
         "diverged_steps": session.diverged_steps,
         "stores": _stores(session),
-        "fallbacks": tuple(session.fallbacks),
+        "fallbacks": (*session.fallbacks, *session.device.fallbacks),
     }
     if planned:
         status |= _of_plan(session)
