@@ -4,7 +4,7 @@ Plain Inductor, teraplan with a budget that needs no offload, teraplan under 50 
 state and so much of the rest of the unlimited peak), activation checkpointing, and every saved
 tensor on the same disk by PyTorch's hooks. One step each in turn; ratios are medians over rounds.
 
-    python -m bench.bench_step_rate [--rounds 7] [--quick]
+    python -m bench.bench_step_rate [--rounds 7] [--quick] [--no-peers]
 """
 
 import argparse
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="a small model")
+    parser.add_argument("--no-peers", action="store_true", help="without the other methods")
     wanted = parser.parse_args()
     model = QUICK if wanted.quick else MODEL
     common: dict[str, Any] = {"model": model, "batch_size": wanted.batch_size}
@@ -50,9 +51,11 @@ def main() -> None:
         Contender(name="inductor", **common),
         ours("teraplan, ample", "1000%"),
         *(ours(f"teraplan, {share} %", budget) for share, budget in shares.items()),
-        Contender(name="checkpointing", **common | {"model": model | {"checkpoint": True}}),
-        Contender(name="hooks to disk", disk_hooks=True, **common),
     ]
+    if not wanted.no_peers:
+        recomputing = common | {"model": model | {"checkpoint": True}}
+        contenders.append(Contender(name="checkpointing", **recomputing))
+        contenders.append(Contender(name="hooks to disk", disk_hooks=True, **common))
     results = race(contenders, wanted.rounds)
     print(_table(results, state))
     write_results(

@@ -37,8 +37,6 @@ class Case:
     budgets: Budgets | None = None
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
-    headroom_bytes: int = 0
-    """Kept between what the process holds at a site and the budget."""
     corrections: int = 0
     unchecked_runs: int = 0
     """Planned steps since peak and budget were compared."""

@@ -27,8 +27,9 @@ _RESERVED_FRACTION = 0.9
 
 _WORTH_MEASURING_BYTES = 2 << 20
 """So much free memory may be counted as used where memory is measured."""
-_WORTH_TRIMMING_BYTES = 16 << 20
-"""Less free heap than this is not worth the faults of touching it again."""
+_WORTH_TRIMMING_BYTES = 4 << 20
+_SITES_BETWEEN_TRIMS = 32
+"""The heap is trimmed rarely: what is given back is touched, and faults, again."""
 
 
 class _StorageCopy(Copy):
@@ -118,6 +119,7 @@ class CpuDevice(Device):
         self._malloc = Malloc()
         self._malloc.keep_for_reuse()
         self._exact = False
+        self._sites_since_trim = 0
         self.pool = CpuPool()
         self._transfers: list[TransferRecord] = []
 
@@ -161,12 +163,16 @@ class CpuDevice(Device):
         process_memory.reset_peak()
         return peak
 
-    def keep_under(self, limit_bytes: int) -> None:
-        beyond = process_memory.resident_bytes_fast() - limit_bytes
-        if beyond > 0:
-            beyond -= self.pool.shrink(beyond)
-        if beyond > 0 and self._malloc.free_bytes() > _WORTH_TRIMMING_BYTES:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
+        self.pool.hold_back(headroom_bytes)
+        self._sites_since_trim += 1
+        beyond = process_memory.resident_bytes_fast() - limit_bytes - headroom_bytes
+        if beyond <= 0:
+            return
+        beyond -= self.pool.shrink(beyond)
+        if beyond > _WORTH_TRIMMING_BYTES and self._sites_since_trim > _SITES_BETWEEN_TRIMS:
             self._malloc.trim()
+            self._sites_since_trim = 0
 
     def attach(self) -> None:
         take_memory_from(self.pool.empty_strided)

@@ -226,9 +226,9 @@ class CudaDevice(Device):
     def peak_bytes(self) -> int:
         return self.cuda.memory("allocated", "peak")
 
-    def keep_under(self, limit_bytes: int) -> None:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
         reserved = self.cuda.memory("reserved", "current")
-        if reserved <= limit_bytes:
+        if reserved <= limit_bytes + headroom_bytes:
             return
         if reserved - self.cuda.memory("allocated", "current") > _WORTH_EMPTYING_BYTES:
             self.cuda.empty_cache()

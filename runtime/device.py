@@ -86,8 +86,14 @@ class Device(ABC):
         """The most `resident_bytes` has been since the last call of this."""
 
     @abstractmethod
-    def keep_under(self, limit_bytes: int) -> None:
-        """Give free memory back to the system if the process holds more than `limit_bytes`."""
+    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
+        """Give free memory back to the system if the process holds too much. Called at every site.
+
+        Args:
+            limit_bytes: what the process may hold of the device.
+            headroom_bytes: what it may hold more for a while, and what it is to hold less where
+                little is in use, so that other code has room between two sites.
+        """
 
     @abstractmethod
     def attach(self) -> None:

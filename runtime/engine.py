@@ -7,7 +7,9 @@ runs in the opposite order and needs it last.
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,7 +39,7 @@ class Engine:
         self.unplanned_bytes = 0
         self.diverged_at: int | None = None
         self.limit_bytes = 0
-        self._resident_limit_bytes: int | None = None
+        self._resident_limits: tuple[int, int] | None = None
         self.stalls: list[StallRecord] = []
         self._schedule: Schedule | None = None
         self._views: dict[int, View] = {}
@@ -46,7 +48,8 @@ class Engine:
         self._resident: dict[int, Saved] = {}
         self._call = -1
         self._start_ns = 0
-        self._lock = threading.RLock()
+        self._released: deque[int] = deque()
+        self._lock = threading.Lock()
 
     @property
     def idle(self) -> bool:
@@ -69,7 +72,7 @@ class Engine:
         recorder: StepRecorder,
         schedule: Schedule | None,
         limit_bytes: int,
-        resident_limit_bytes: int | None,
+        resident_limits: tuple[int, int] | None,
     ) -> None:
         """Start a step: under `schedule`, or without a plan under `limit_bytes`.
 
@@ -77,9 +80,10 @@ class Engine:
             recorder: writes the step down.
             schedule: what to do, or None.
             limit_bytes: most managed bytes in a step without a plan.
-            resident_limit_bytes: most bytes that the process is to hold of the device, if known.
+            resident_limits: most bytes that the process is to hold of the device, and how many
+                of these are to be left for allocations between two sites; None if not known.
         """
-        self._resident_limit_bytes = resident_limit_bytes
+        self._resident_limits = resident_limits
         self.recorder = recorder
         self._schedule = schedule
         self.limit_bytes = limit_bytes
@@ -93,7 +97,7 @@ class Engine:
 
     def enter(self, table: GraphTable) -> int:
         """A forward graph begins; returns the number of its call."""
-        with self._lock:
+        with self._at_work():
             self._call += 1
             self._act(self._arrive(SiteKind.ENTER, table.graph, self._call, False, None))
             self._leave()
@@ -101,14 +105,14 @@ class Engine:
 
     def enter_backward(self, token: torch.Tensor, table: GraphTable) -> None:
         """The backward of a forward graph begins."""
-        with self._lock:
+        with self._at_work():
             call = self._view(token).call
             self._act(self._arrive(SiteKind.ENTER, table.graph, call, True, None))
             self._leave()
 
     def save(self, x: torch.Tensor, table: GraphTable, call: int, slot: int) -> torch.Tensor:
         """`x` has had its last use in the forward; returns the token that stands for it."""
-        with self._lock:
+        with self._at_work():
             storage = x.untyped_storage()
             saved = self._by_storage.get(storage._cdata)
             if saved is None or not self._holds(saved, x, call):
@@ -125,7 +129,7 @@ class Engine:
         self, token: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """The tensor that `token` stands for, on the device."""
-        with self._lock:
+        with self._at_work():
             view = self._view(token)
             saved = view.saved
             self._act(self._arrive(SiteKind.NEED, view.graph, view.call, True, saved))
@@ -142,12 +146,12 @@ class Engine:
 
     def done(self, token: torch.Tensor) -> None:
         """The tensor that `token` stands for has had its last use."""
-        with self._lock:
+        with self._at_work():
             key = key_of(token)
             view = self._view(token)
             view.saved.in_use -= 1
             site = self._arrive(SiteKind.DONE, view.graph, view.call, True, view.saved)
-            self.release(key)
+            self._use_up(key)
             self._act(site)
             self._leave()
 
@@ -155,6 +159,47 @@ class Engine:
         """Forget every saved activation: their backward will not run."""
         for key in list(self._views):
             self.release(key)
+
+    def release(self, key: int) -> None:
+        """A token is gone. Called from any thread at any time, also in the middle of an op here.
+
+        The garbage collector may run in a thread of the storage engine that an op is waiting for:
+        this must not wait for the op. What cannot be done now is done when the op ends.
+        """
+        self._released.append(key)
+        self._forget_released()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within this, nothing else changes what is saved."""
+        with self._lock:
+            yield
+        self._forget_released()
+
+    def _forget_released(self) -> None:
+        while self._released and self._lock.acquire(blocking=False):
+            try:
+                while self._released:
+                    self._use_up(self._released.popleft())
+            finally:
+                self._lock.release()
+
+    def _use_up(self, key: int) -> None:
+        """A token has been used up, or there will be no backward for it."""
+        view = self._views.pop(key, None)
+        if view is None:
+            return
+        saved = view.saved
+        saved.tokens -= 1
+        if saved.tokens:
+            return
+        if self._by_storage.get(saved.origin.cdata) is saved:
+            del self._by_storage[saved.origin.cdata]
+        self._give_back(saved)
+        saved.tensor = saved.arrival = None
+        if saved.copy is not None:
+            saved.copy.drop()
+            saved.copy = None
 
     def _view(self, token: torch.Tensor) -> View:
         view = self._views.get(key_of(token))
@@ -226,20 +271,20 @@ class Engine:
             self._make_room(0, self.limit_bytes)
             return
         actions = schedule.actions(site)
+        for migration in actions.leave:
+            self._start_leaving(self._of_step[migration.tensor_id], migration)
         for order in actions.gone:
             self._finish_leaving(self._of_step[order])
         for order in actions.back:
             self._start_back(self._of_step[order])
-        for migration in actions.leave:
-            self._start_leaving(self._of_step[migration.tensor_id], migration)
         if self.managed_bytes > schedule.limits_bytes[site]:
             self._make_room(0, schedule.limits_bytes[site], strict=True)
 
     def _leave(self) -> None:
         assert self.recorder is not None
-        if self._resident_limit_bytes is not None:
-            self.device.keep_under(self._resident_limit_bytes)
-        # Not earlier: until here, what `save` adds still counts as workspace of the interval before.
+        if self._resident_limits is not None:
+            self.device.keep_under(*self._resident_limits)
+        # Not earlier: until here, what `save` adds counts as workspace of the interval before.
         self.managed_peak_bytes = max(self.managed_peak_bytes, self.managed_bytes)
         self.recorder.leave(self.managed_bytes)
 
@@ -355,24 +400,6 @@ class Engine:
     def _give_back(self, saved: Saved) -> None:
         if self._resident.pop(id(saved), None) is not None:
             self.managed_bytes -= saved.nbytes
-
-    def release(self, key: int) -> None:
-        """A token is used up or gone. Runs from any thread, at any time."""
-        with self._lock:
-            view = self._views.pop(key, None)
-            if view is None:
-                return
-            saved = view.saved
-            saved.tokens -= 1
-            if saved.tokens:
-                return
-            if self._by_storage.get(saved.origin.cdata) is saved:
-                del self._by_storage[saved.origin.cdata]
-            self._give_back(saved)
-            saved.tensor = saved.arrival = None
-            if saved.copy is not None:
-                saved.copy.drop()
-                saved.copy = None
 
 
 _LARGEST_ITEM_BYTES = 16

@@ -11,12 +11,12 @@ from teraplan.step_trace import Site
 class Actions:
     """What a plan asks for when a site is reached, in this order."""
 
+    leave: tuple[Migration, ...] = ()
+    """Migrations to start."""
     gone: tuple[int, ...] = ()
     """Tensors whose bytes must have left."""
     back: tuple[int, ...] = ()
     """Tensors to start bringing back."""
-    leave: tuple[Migration, ...] = ()
-    """Migrations to start."""
 
 
 _NOTHING = Actions()

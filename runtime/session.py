@@ -52,9 +52,9 @@ _MAX_MERGED_STEPS = 3
 _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
 """Of what the process took beyond its budget, so much is held back."""
-_HEADROOM_FRACTION = 0.04
+_HEADROOM_FRACTION = 0.03
 _HEADROOM_BYTES = 8 << 20
-"""Together, what is left of the budget for allocations between two sites, to begin with."""
+"""Together, the headroom of `Device.keep_under`."""
 _CHECKED_AFTER = 2
 """Planned steps after which the peak is compared with the budget."""
 _RUNS_WRITTEN_AT = (1, 3, 10)
@@ -166,7 +166,7 @@ class Session:
         if self.steps == 0:
             log.info("%s", self._first_words())
         self.engine.begin_step(
-            recorder, case.schedule, self._safe_limit(), self._resident_limit(case)
+            recorder, case.schedule, self._safe_limit(), self._resident_limits(case)
         )
 
     def _finish_step(self) -> None:
@@ -255,30 +255,23 @@ class Session:
         self.device.take_peak()
 
     def _correct_overshoot(self, case: Case) -> None:
-        """If the process took more than the budget: keep less free memory, then plan for less.
-
-        What it takes beside tensors in use is free memory that waits for the next ones.
-        """
+        """If the process took more than the budget, make a plan that holds the difference back."""
         actual = self.actual_peak_bytes()
         assert case.schedule is not None
         budget = case.schedule.plan.budgets.device_bytes
-        if actual <= budget or case.corrections >= _MAX_CORRECTIONS:
+        replayed = self.plans.replayed is not None
+        if actual <= budget or replayed or case.corrections >= _MAX_CORRECTIONS:
             return
         case.corrections += 1
-        beyond = int((actual - budget) * _CORRECTION_FACTOR)
-        log.info("peak was %s, %s over the budget", format_nbytes(actual), format_nbytes(beyond))
-        case.headroom_bytes += beyond
-        if case.corrections == 1 or self.plans.replayed is not None:
-            self._start_measuring()
-        else:
-            case.reserve_bytes += beyond
-            try:
-                self._follow(case, self.plans.make(case))
-            except InfeasibleBudgetError:
-                self._fall_back(
-                    f"peak memory is {format_nbytes(actual)}, over the budget of "
-                    f"{format_nbytes(budget)}: free memory between tensors leaves no room for it"
-                )
+        case.reserve_bytes += int((actual - budget) * _CORRECTION_FACTOR)
+        log.info("peak was %s, budget %s", format_nbytes(actual), format_nbytes(budget))
+        try:
+            self._follow(case, self.plans.make(case))
+        except InfeasibleBudgetError:
+            self._fall_back(
+                f"peak memory is {format_nbytes(actual)}, over the budget of "
+                f"{format_nbytes(budget)}: free memory between tensors leaves no room for it"
+            )
 
     # -- budgets before there is a plan --------------------------------------------------------
 
@@ -307,12 +300,12 @@ class Session:
             f"storage {stores}; measuring {self.config.profile_steps + 1} steps before planning"
         )
 
-    def _resident_limit(self, case: Case) -> int | None:
+    def _resident_limits(self, case: Case) -> tuple[int, int] | None:
         if case.memory is None or case.schedule is None:
             return None
         budget = case.schedule.plan.budgets.device_bytes
-        headroom = case.headroom_bytes + int(budget * _HEADROOM_FRACTION) + _HEADROOM_BYTES
-        return budget + case.memory.overhead_bytes - headroom
+        headroom = int(budget * _HEADROOM_FRACTION) + _HEADROOM_BYTES
+        return budget + case.memory.overhead_bytes, headroom
 
     def _refuse_hopeless_budget(self) -> None:
         """Fail before any computation if state and the largest operation alone are too much."""

@@ -389,7 +389,7 @@ def test_memory_is_what_the_allocator_counts() -> None:
         del held
         assert device.take_peak() == MIB
         assert device.take_peak() == 0
-        device.keep_under(0)
+        device.keep_under(0, 0)
         assert ("empty_cache", "") not in world.cuda.calls, "nothing is cached"
 
 
