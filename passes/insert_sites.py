@@ -202,11 +202,13 @@ def _insert_needs(
         chain = graph.call_function(ops.enter_backward, (anchor, token_inputs[0], table.to_json()))
     chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
     sizes = SizeNodes(graph)
+    values = [candidate.placeholder.meta["val"] for candidate in candidates]
+    with graph.inserting_before(chain):  # before all needs: those of equal sizes share the nodes
+        shapes = [(sizes.nodes(value.shape), sizes.nodes(value.stride())) for value in values]
     for slot, (candidate, token) in enumerate(zip(candidates, token_inputs, strict=True)):
         first, last = spans[slot]
-        placeholder, value = candidate.placeholder, candidate.placeholder.meta["val"]
+        placeholder, value, (size, stride) = candidate.placeholder, values[slot], shapes[slot]
         with graph.inserting_before(first):
-            size, stride = sizes.nodes(value.shape), sizes.nodes(value.stride())
             need = graph.call_function(ops.need, (token, chain, slot, size, stride, value.dtype))
         need.meta["val"] = value
         placeholder.replace_all_uses_with(need)

@@ -35,7 +35,7 @@ def status_of(session: "Session") -> Status:
     }
     if planned:
         status |= _of_plan(session)
-        if case is not None and case.runs:
+        if case is not None and case.runs and case.runs_of is case.schedule:
             status |= _of_runs(case.runs)
     return Status(**status)  # type: ignore[arg-type]  # a dict of mixed types
 

@@ -1,0 +1,44 @@
+"""Training as users write it, in this process: one thread, so that every run has the same bits."""
+
+import gc
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from teraplan import backend
+from teraplan.runtime.storage import default_directory
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """One thread, no compiled graph and no session of an earlier test."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # pytest's log handler would make torch write down every guard of every graph.
+    logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
+    forget_everything()
+    yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
+
+
+def forget_everything() -> None:
+    """Drop all compiled graphs, and with them their sessions."""
+    torch._dynamo.reset()
+    gc.collect()
+    for session in list(backend._sessions.values()):
+        session.close()
+    backend._sessions.clear()
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """An empty directory on a real disk, wherever pytest's own temporary directory is."""
+    directory = Path(tempfile.mkdtemp(prefix="teraplan-test-", dir=default_directory()))
+    yield directory
+    shutil.rmtree(directory)

@@ -1,0 +1,177 @@
+"""Sizes that change from step to step: a plan for each, made once, and the same bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from teraplan import backend
+from tests.end_to_end.evicting import everything_leaves
+from tests.end_to_end.training import (
+    MLP,
+    UNLIMITED,
+    Run,
+    assert_same,
+    bits,
+    run,
+    tight,
+    unlimited,
+)
+
+
+class _Flattening(nn.Module):
+    """Saves tensors whose sizes are products of symbols and numbers, needed in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        for index, layer in enumerate(self.layers):
+            flat = torch.tanh(layer(x.reshape(batch * time, width)))
+            x = flat.view(batch, time, width) if index % 2 else flat.view(time, batch, width)
+            x = x.reshape(batch, time, width)
+        return x.reshape(-1).square().mean()
+
+
+def _batch(rows: int, time: int, seed: int) -> Tensor:
+    return torch.randn(rows, time, 32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("sizes", [[(32, 32), (48, 32)], [(32, 32), (48, 40), (24, 64)]])
+def test_products_of_symbols(sizes: list[tuple[int, int]]) -> None:
+    """Every saved tensor leaves and comes back with the size of its own call."""
+    torch.manual_seed(0)
+    model = _Flattening()
+    options: Any = {"device_budget": UNLIMITED, "kernels": "aot_eager"}
+    step = torch.compile(model, backend="teraplan", options=options, dynamic=True)
+    with everything_leaves() as left:
+        for seed, (rows, time) in enumerate(sizes * 2):
+            x = _batch(rows, time, seed)
+            got = torch.autograd.grad(step(x), list(model.parameters()))
+            assert bits(got) == bits(torch.autograd.grad(model(x), list(model.parameters())))
+    assert len(left) >= 4 * 2 * len(sizes)
+
+
+def _two_sizes(steps: int, *, dynamic: bool) -> object:
+    def program(this: Run) -> None:
+        torch.manual_seed(1)
+        model = this.compile(MLP(), dynamic=dynamic)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(steps):
+            loss = model(*MLP(rows=(1536, 2048)[step % 2]).batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    return program
+
+
+@pytest.mark.parametrize(
+    "dynamic", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["symbolic", "recompiled"]
+)
+def test_a_plan_for_each_size_used_again(dynamic: bool) -> None:
+    program = _two_sizes(16, dynamic=dynamic)
+    reference = unlimited(program)  # type: ignore[arg-type]
+    limited = tight(program, reference, 0.5)  # type: ignore[arg-type]
+    assert_same(reference, limited)
+    assert limited.final.graphs == (1 if dynamic else limited.final.graphs)
+    for status in limited.statuses[-4:]:
+        assert status.phase == "planned"
+        assert status.diverged_steps == 0
+    small, large = limited.statuses[-2:]
+    assert small.predicted_managed_peak_bytes != large.predicted_managed_peak_bytes
+
+
+@pytest.mark.slow
+def test_micro_batches_of_different_sizes() -> None:
+    """The step's first sizes do not tell the others: a plan for smaller ones may not fit."""
+
+    def program(this: Run) -> None:
+        torch.manual_seed(1)
+        model = this.compile(MLP(), dynamic=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(10):
+            for rows in (1536, 1024 + 128 * (step % 4)):
+                loss = model(*MLP(rows=rows).batch(step))
+                torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    reference = unlimited(program)
+    assert_same(reference, tight(program, reference, 0.8))
+
+
+@pytest.mark.slow
+def test_many_sizes() -> None:
+    """Sequences of every length: most steps run without a plan, all with the right numbers."""
+
+    def program(this: Run) -> None:
+        torch.manual_seed(1)
+        model = this.compile(MLP(), dynamic=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(12):
+            loss = model(*MLP(rows=1200 + 64 * step).batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    reference = unlimited(program)
+    assert reference.statuses[-1].phase != "planned"
+    largest = 2 * 8 * 2000 * 64 * 4
+    assert_same(reference, run(program, device_budget=largest))
+
+
+def test_a_number_that_changes_every_step_is_no_new_kind_of_step() -> None:
+    """Such as the step's number, given to the model for a schedule."""
+
+    class Scheduled(MLP):
+        def forward(self, x: Tensor, number: int = 0) -> Tensor:
+            return super().forward(x) * (1 + number)
+
+    torch.manual_seed(1)
+    model = Scheduled()
+    options: Any = {"device_budget": UNLIMITED, "kernels": "aot_eager", "profile_steps": 1}
+    step = torch.compile(model, backend="teraplan", options=options, dynamic=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2, 9):
+        torch.autograd.backward(step(*MLP().batch(number), number))
+        optimizer.step()
+        optimizer.zero_grad()
+    (session,) = backend._sessions.values()
+    assert len(session.cases) <= 2
+    assert session.status().phase == "planned"
+
+
+@pytest.mark.slow
+def test_recompilation_in_the_middle_of_training() -> None:
+    """Another graph in the place of the first: a kind of step of its own, and back again."""
+
+    class Switching(MLP):
+        mode = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2 if self.mode else super().forward(x)
+
+    def program(this: Run) -> None:
+        torch.manual_seed(1)
+        model = this.compile(Switching())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(16):
+            model.mode = int(5 <= step < 11)  # type: ignore[assignment]
+            loss = model(*MLP().batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.5)
+    assert_same(reference, limited)
+    assert limited.statuses[-1].phase == "planned"
+    assert limited.statuses[10].phase == "planned"

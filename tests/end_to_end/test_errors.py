@@ -1,0 +1,204 @@
+"""Every mistake is an error of ours, raised from the call that the user made."""
+
+import gc
+import os
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from teraplan import backend
+from teraplan.errors import (
+    ConfigError,
+    FileFormatError,
+    InfeasibleBudgetError,
+    InvalidPlanError,
+    PlanMismatchError,
+    StorageUnusableError,
+    TeraplanError,
+)
+from tests.end_to_end.conftest import forget_everything
+from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run, training, unlimited
+
+QUICK = {"kernels": "aot_eager", "profile_steps": 1}
+_MOST_FRAMES = 6
+"""Frames of ours in a traceback that a user gets to see."""
+
+
+def call(options: dict[str, object], *, mode: str | None = None) -> None:
+    """The first call of a model under these options."""
+    model = MLP()
+    model.compile(backend="teraplan", options={**QUICK, **options} if options else None, mode=mode)
+    model(*MLP().batch(0))
+
+
+def ours(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of our code that a traceback shows."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f for f in frames if re.search(r"/(teraplan|passes|runtime)/\w+\.py$", f.filename)]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"device_budgte": "1GiB"}, ConfigError, "did you mean device_budget"),
+        ({"device_budget": "lots"}, ConfigError, "option device_budget"),
+        ({"policy": "none_such"}, ConfigError, "none_such"),
+        ({"storage": "/no/such/directory"}, StorageUnusableError, "/no/such/directory"),
+        ({"plan": "/no/such/plan.json"}, FileFormatError, "/no/such/plan.json"),
+    ],
+)
+def test_wrong_option(options: dict[str, object], error: type[TeraplanError], match: str) -> None:
+    with pytest.raises(error, match=match) as caught:
+        call(options)
+    assert type(caught.value) is error
+    assert len(ours(caught.value)) <= _MOST_FRAMES
+    assert caught.value.__cause__ is None
+
+
+def test_storage_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageUnusableError, match="file"):
+        call({"storage": str(tmp_path / "file")})
+
+
+def test_mode_has_no_meaning() -> None:
+    with pytest.raises(ConfigError, match="has no meaning"):
+        call({}, mode="max-autotune")
+
+
+def test_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERAPLAN_DEVICE_BUGDET", "1GiB")
+    with pytest.raises(ConfigError, match="TERAPLAN_DEVICE_BUDGET"):
+        call({"deadline_s": 62})
+
+
+def test_an_error_does_not_stick_to_what_is_corrected() -> None:
+    """The model that failed can be freed, and another try with a right option works."""
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            call({"device_budget": "lots"})
+    forget_everything()
+    call({"device_budget": UNLIMITED})
+
+
+def descriptors() -> set[str]:
+    """What this process has open, by name."""
+    names = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with_target = os.readlink(entry) if entry.is_symlink() else ""
+        names.add(f"{entry.name} {with_target}")
+    return {name for name in names if "/proc/" not in name}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_is_gone_leaves_no_session_and_no_file(disk: Path, fails: bool) -> None:
+    before = descriptors()
+    budget = 200_000 if fails else UNLIMITED
+
+    def use() -> None:
+        training(MLP, MLP().batch, steps=2)(
+            Run({**QUICK, "device_budget": budget, "storage": disk})
+        )
+
+    if fails:
+        with pytest.raises(InfeasibleBudgetError):
+            use()
+    else:
+        use()
+        assert any(str(disk) in name for name in descriptors() - before)
+    torch._dynamo.reset()
+    gc.collect()
+    assert not list(backend._sessions.values())
+    assert not [name for name in descriptors() - before if str(disk) in name]
+    assert not list(disk.iterdir())
+
+
+def test_hopeless_budget_fails_at_the_first_call_and_names_one_that_works() -> None:
+    calls = 0
+
+    def counting(this: Run) -> None:
+        nonlocal calls
+        model = this.compile(MLP())
+        for step in range(2):
+            calls += 1
+            model(*MLP().batch(step))
+
+    with pytest.raises(InfeasibleBudgetError, match="set device_budget to") as caught:
+        run(counting, device_budget=250_000)
+    assert calls == 1
+    assert len(ours(caught.value)) <= _MOST_FRAMES
+    least = caught.value.least_budget_bytes
+    del caught
+    assert least > 250_000
+    run(training(MLP, MLP().batch, steps=5), device_budget=int(least * 1.05))
+
+
+def _with_number(name: str, value: int) -> Callable[[str], str]:
+    """Sets the first field of this name in a JSON text."""
+    return lambda text: re.sub(rf'"{name}": ?\d+', f'"{name}": {value}', text, count=1)
+
+
+class TestPlanFiles:
+    """What report= wrote is replayed by plan=, and nothing else is."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+        """A plan that moves something, and the run that it was made in."""
+        from tests.end_to_end.training import assert_kept_to_plan, tight
+
+        directory = tmp_path_factory.mktemp("report")
+        torch.set_num_threads(1)
+        program = training(MLP, MLP().batch)
+        limited = tight(program, unlimited(program), 0.5, report=str(directory))
+        assert_kept_to_plan(limited)
+        return directory / "plan.json", limited
+
+    def test_replay_has_the_same_bits_and_moves_the_same(self, recorded: tuple[Path, Run]) -> None:
+        path, original = recorded
+        replayed = run(training(MLP, MLP().batch), plan=str(path))
+        assert_same(original, replayed)
+        assert replayed.moved_bytes == original.final.bytes_out["storage"]
+
+    def test_replay_for_another_model_is_refused(self, recorded: tuple[Path, Run]) -> None:
+        def other() -> MLP:
+            return MLP(depth=5)
+
+        with pytest.raises(PlanMismatchError, match="graph"):
+            run(training(other, MLP().batch, steps=6), plan=str(recorded[0]))
+
+    def test_replay_for_another_size_is_refused(self, recorded: tuple[Path, Run]) -> None:
+        with pytest.raises(PlanMismatchError, match=r"graphs|shapes"):
+            run(training(MLP, MLP(rows=640).batch, steps=6), plan=str(recorded[0]))
+
+    @pytest.mark.parametrize(
+        ("damage", "error", "match"),
+        [
+            (lambda text: text[: len(text) // 2], FileFormatError, "JSON"),
+            (lambda _: "", FileFormatError, "JSON"),
+            (lambda _: '{"schema_version": 1}', FileFormatError, ""),
+            (lambda _: "\x00\xff\x00", FileFormatError, ""),
+            (_with_number("gone", 0), InvalidPlanError, ""),
+            (_with_number("device_bytes", 1000), InvalidPlanError, ""),
+            (_with_number("schema_version", 999), FileFormatError, "999"),
+        ],
+    )
+    def test_damaged_plan_is_refused(
+        self,
+        recorded: tuple[Path, Run],
+        tmp_path: Path,
+        damage: Callable[[str], str],
+        error: type[FileFormatError],
+        match: str,
+    ) -> None:
+        text = recorded[0].read_text()
+        path = tmp_path / "plan.json"
+        path.write_text(damage(text))
+        assert path.read_text() != text
+        with pytest.raises(error, match=match) as caught:
+            call({"plan": str(path)})
+        assert str(path) in str(caught.value)

@@ -1,0 +1,134 @@
+"""Every model of the benchmarks and two of Hugging Face's: the same bits with little memory."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.models import convnet, encoder, gpt, mixer, moe
+from tests.end_to_end.training import MLP, check, training
+
+GPT = gpt.GPTConfig(num_layers=2, width=64, context=64, vocab_size=64)
+
+
+def test_plain_mlp_saves_its_own_input() -> None:
+    check(training(MLP, MLP().batch), 0.3)
+
+
+@pytest.mark.slow
+def test_gpt_with_dropout() -> None:
+    config = dataclasses.replace(GPT, dropout=0.1)
+    check(training(lambda: gpt.build(config), lambda step: gpt.batch(config, 8, step)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [{"tie_embeddings": True}, {"checkpoint": True, "dropout": 0.1}])
+def test_gpt_variants(change: dict[str, Any]) -> None:
+    config = dataclasses.replace(GPT, num_layers=3, **change)
+    check(
+        training(lambda: gpt.build(config), lambda step: gpt.batch(config, 8, step)),
+        0.4,
+        may_stay=config.checkpoint,
+    )
+
+
+@pytest.mark.slow
+def test_encoder() -> None:
+    config = encoder.EncoderConfig(num_layers=2, width=64, context=32, dropout=0.1, vocab_size=64)
+    check(training(lambda: encoder.build(config), lambda step: encoder.batch(config, 16, step)))
+
+
+@pytest.mark.slow
+def test_convnet_with_batch_norm() -> None:
+    config = convnet.ConvNetConfig(num_stages=2, blocks_per_stage=1, image_size=16)
+    check(training(lambda: convnet.build(config), lambda step: convnet.batch(config, 8, step)))
+
+
+@pytest.mark.slow
+def test_mixer() -> None:
+    config = mixer.MixerConfig(num_layers=2, width=64)
+    check(training(lambda: mixer.build(config), lambda step: mixer.batch(config, 8, step)), 0.5)
+
+
+def _loss_of(result: object) -> Tensor:
+    loss = result.loss  # type: ignore[attr-defined]  # an output of one of many classes
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def _tokens(step: int, shape: tuple[int, int] = (8, 64)) -> Tensor:
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(step))
+
+
+class _WithLabels(nn.Module):
+    """A Hugging Face model that is given its labels by position."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> object:
+        return self.inner(input_ids=tokens, labels=tokens)
+
+
+@pytest.mark.slow
+def test_huggingface_llama() -> None:
+    def batches(step: int) -> Iterable[Tensor]:
+        return (_tokens(step),)
+
+    check(training(lambda: _WithLabels(_llama()), batches, loss_of=_loss_of), 0.6, 0.3)
+
+
+@pytest.mark.slow
+def test_huggingface_t5() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        config = T5Config(
+            vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
+            decoder_start_token_id=0,  # type: ignore[call-arg]  # a field of the base class
+        )  # fmt: skip
+        return _WithLabels(T5ForConditionalGeneration(config))
+
+    check(training(make, lambda step: (_tokens(step, (8, 48)),), loss_of=_loss_of))
+
+
+@pytest.mark.slow
+def test_experts_with_data_dependent_routing() -> None:
+    """Sizes differ from step to step, so no plan is exact: only the numbers have to be."""
+    from tests.end_to_end.training import assert_same, run, unlimited
+
+    config = moe.MoEConfig(width=64, context=64)
+    program = training(lambda: moe.build(config), lambda step: moe.batch(config, 16, step))
+    reference = unlimited(program)
+    peak = max(status.unlimited_peak_bytes for status in reference.statuses)
+    assert_same(reference, run(program, device_budget=int(peak * 0.95) if peak > 0 else "95%"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_gpt_with_fused_kernels(dropout: float) -> None:
+    config = dataclasses.replace(GPT, dropout=dropout)
+    program = training(lambda: gpt.build(config), lambda step: gpt.batch(config, 16, step))
+    check(program, 0.4, kernels="inductor")

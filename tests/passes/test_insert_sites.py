@@ -1,0 +1,126 @@
+"""Where the migration ops go, and which saved tensors get none."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from teraplan import ops
+from teraplan.graph_table import MIN_SLOT_BYTES
+from tests.passes.instrumented import instrumented
+
+SIDE = 160
+"""A square of it in float32 is above the size from which tensors get ops."""
+
+
+def square(seed: int = 0, side: int = SIDE, **kwargs: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(side, side, generator=generator, **kwargs).requires_grad_()  # type: ignore[call-overload,no-any-return]
+
+
+def slots_of(graph: fx.Graph, op: object, position: int) -> list[int]:
+    """The slots of an op's nodes, in the order of the graph."""
+    return [int(n.args[position]) for n in graph.nodes if n.target is op]
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(torch.sin(x @ w) @ w).sum()
+
+
+def test_every_saved_activation_has_its_ops_in_one_chain() -> None:
+    forward, backward, table = instrumented(chain, square(), square(1))
+    slots = list(range(len(table.slots)))
+    assert len(slots) >= 2
+    assert sorted(slots_of(forward, ops.save, 2)) == slots
+    assert sorted(slots_of(backward, ops.need, 2)) == slots
+    assert sorted(slots_of(backward, ops.done, 3)) == slots
+    for graph, enter in ((forward, ops.enter), (backward, ops.enter_backward)):
+        (start,) = graph.find_nodes(op="call_function", target=enter)
+        for node in graph.nodes:
+            if node.target in (ops.save, ops.need, ops.done):
+                assert start in node.args
+    assert all(slot.nbytes == SIDE * SIDE * 4 for slot in table.slots)
+    assert not [slot for slot in table.slots if not slot.name]
+
+
+def test_tokens_take_the_place_of_activations() -> None:
+    forward, backward, table = instrumented(chain, square(), square(1))
+    (results,) = forward.find_nodes(op="output")[0].args
+    assert sum(1 for r in results if r.target is ops.save) == len(table.slots)
+    names = {node.name for node in backward.find_nodes(op="placeholder")}
+    for save in forward.find_nodes(op="call_function", target=ops.save):
+        assert save.name in names
+        assert save.meta["val"].dtype is torch.int64
+        assert save.meta["val"].shape == (1,)
+
+
+def test_small_tensors_get_none_and_are_listed() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        small = torch.sin(x[:8, :8] * 2)
+        return torch.tanh(torch.cos(x @ w)).sum() + (small * small.exp()).sum()
+
+    _, _, table = instrumented(function, square(), square(1))
+    assert table.slots
+    assert {why for _, _, why in table.uncovered} == {"small"}
+    assert all(nbytes < MIN_SLOT_BYTES for _, nbytes, _ in table.uncovered)
+
+
+def test_inputs_are_told_from_what_the_graph_makes() -> None:
+    _, _, table = instrumented(
+        lambda x, w: torch.tanh(torch.sin(x.t() @ w)).sum(), square(), square(1)
+    )
+    given = {slot.name: slot.given for slot in table.slots}
+    assert True in given.values()
+    assert False in given.values()
+    assert all(is_given == name.startswith(("primals", "t", "permute")) or not is_given
+               for name, is_given in given.items())  # fmt: skip
+
+
+def test_parameters_get_none() -> None:
+    layer = torch.nn.Linear(SIDE, SIDE)
+    _, _, table = instrumented(lambda x: torch.tanh(F.gelu(layer(x))).sum(), square())
+    shapes = {slot.nbytes for slot in table.slots}
+    assert shapes == {SIDE * SIDE * 4}
+    assert not [slot for slot in table.slots if "weight" in slot.name]
+    assert len(table.slots) == 3, "the input, and what gelu and tanh need; not the weight"
+
+
+def test_conjugated_values_get_none() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        y = (x * w).conj()
+        return (y * torch.sin(y)).abs().sum()
+
+    _, _, table = instrumented(
+        function, square(dtype=torch.complex64), square(1, dtype=torch.complex64)
+    )
+    assert not [s for s in table.slots if "conj" in s.name]
+
+
+def test_symbolic_sizes_are_defined_before_every_use() -> None:
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        for _ in range(3):
+            x = torch.tanh(x.reshape(batch * time, width) @ w).view(batch, time, width)
+        return x.sum()
+
+    x = torch.randn(12, 40, 64, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(x, 1)
+    forward, backward, table = instrumented(function, x, square(side=64), dynamic=True)
+    assert len(table.slots) >= 3
+    for graph in (forward, backward):
+        graph.lint()
+    order = {node: i for i, node in enumerate(backward.nodes)}
+    (enter,) = backward.find_nodes(op="call_function", target=ops.enter_backward)
+    for need in backward.find_nodes(op="call_function", target=ops.need):
+        computed = [size for size in (*need.args[3], *need.args[4]) if isinstance(size, fx.Node)]
+        assert computed
+        assert all(order[size] < order[enter] for size in computed)
+
+
+def test_the_table_tells_graphs_apart_and_repeats() -> None:
+    _, _, first = instrumented(chain, square(), square(1))
+    _, _, again = instrumented(chain, square(), square(1))
+    _, _, other = instrumented(lambda x, w: chain(x, w) * 2, square(), square(1))
+    assert first == again
+    assert other.graph != first.graph
+    assert type(first).from_json(first.to_json()) == first
