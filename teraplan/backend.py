@@ -103,9 +103,10 @@ def _telling_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[i
 
     A number that is no size, such as that of the step, would make every step one of its own kind.
     """
-    values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    values: list[Any] = [node.meta.get("example_value") for node in gm.graph.nodes]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    sizes = [n for t in tensors for n in t.shape if isinstance(n, torch.SymInt)]
+    lengths: list[Any] = [length for tensor in tensors for length in tensor.shape]
+    sizes = [length for length in lengths if isinstance(length, torch.SymInt)]
     symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
     return [
         i

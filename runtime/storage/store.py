@@ -8,7 +8,9 @@ A worker never waits for another transfer: a read of a record whose write has no
 with the record and joins the queue when the write ends, so no order of calls can dead-lock.
 """
 
+import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from teraplan.units import format_nbytes, format_ns
 
 _log = logging.getLogger(__name__)
 
+_NICENESS = 10
 WORKERS = (Direction.BACK, Direction.OUT, Direction.BACK)
 """What each worker of a store prefers. Two keep a disk busy in one direction; of those tried, three
 moved most with both directions busy. More cost the main thread its GIL."""
@@ -296,6 +299,7 @@ class Store:
     # ---- worker threads -------------------------------------------------------------------------
 
     def _run_worker(self, prefers: Direction) -> None:
+        _yield_to_computation()
         try:
             while (chunk := self._next(prefers)) is not None:
                 error = self._move(chunk)
@@ -359,3 +363,12 @@ class Store:
             self.written_bytes += chunk.nbytes
         else:
             self.read_bytes += chunk.nbytes
+
+
+def _yield_to_computation() -> None:
+    """Let this thread run where the computation's threads leave time: it has some, they do not.
+
+    On a CPU device they share the cores, and a kernel on all cores waits for its slowest thread.
+    """
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
