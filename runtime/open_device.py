@@ -63,7 +63,9 @@ def _host_bytes(config: Config, *, share: float) -> int:
     available = process_memory.available_bytes()
     if config.host_budget is None:
         return int(available * share)
-    return config.host_budget.resolve(available)
+    if config.host_budget.nbytes is None:  # of the step's peak, which only the plan will know
+        return available
+    return config.host_budget.nbytes
 
 
 _OPENERS: Mapping[str, Callable[[Config, Storage], Device]] = {

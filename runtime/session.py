@@ -11,11 +11,12 @@ different kinds, each measured and planned by itself.
 """
 
 import copy
+import bisect
 import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -30,7 +31,7 @@ from teraplan.errors import (
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.plan import Plan
 from teraplan.report.summary import plan_banner
-from teraplan.run_record import RunRecord, TransferRecord
+from teraplan.run_record import RunRecord, StallRecord, TransferRecord
 from teraplan.runtime.budget import GraphForecast
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
@@ -210,7 +211,7 @@ class Session:
                 site_start_ns=recorder.site_starts_ns(),
                 managed_bytes=recorder.managed_bytes(),
                 transfers=_from_start(transfers, recorder.start_ns),
-                stalls=tuple(engine.stalls),
+                stalls=(*engine.stalls, *_device_stalls(self.device, recorder)),
             )
         )
         del case.runs[:-_KEPT_RUNS]
@@ -325,6 +326,15 @@ class Session:
             raise FallbackRefusedError(f"strict is set, and {what}")
         self.fallbacks.append(what)
         log.warning("%s", what)
+
+
+def _device_stalls(device: Device, recorder: StepRecorder) -> Iterator[StallRecord]:
+    """Waits that did not block the computing thread, each at the site that it came after."""
+    sites = recorder.site_starts_ns()
+    for tensor, start_ns, duration_ns in device.take_stalls():
+        start = max(0, start_ns - recorder.start_ns)
+        site = max(0, bisect.bisect_right(sites, start) - 1)
+        yield StallRecord(site=site, tensor=tensor, start_ns=start, duration_ns=duration_ns)
 
 
 def _from_start(transfers: tuple[TransferRecord, ...], start_ns: int) -> tuple[TransferRecord, ...]:
