@@ -10,8 +10,8 @@ forward left that waits for its backward. Steps whose first graph or input sizes
 different kinds, each measured and planned by itself.
 """
 
-import copy
 import bisect
+import copy
 import dataclasses
 import logging
 import time
