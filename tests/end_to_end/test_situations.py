@@ -304,7 +304,7 @@ def test_no_parameter_requires_a_gradient() -> None:
             this.record(loss, others=[x, x.grad])
             optimizer.zero_grad()
 
-    check(program, 0.5)
+    check(program, 0.5, may_stay=True)
 
 
 def test_nothing_requires_a_gradient() -> None:
