@@ -28,7 +28,7 @@ _RESERVED_FRACTION = 0.9
 _WORTH_MEASURING_BYTES = 2 << 20
 """So much free memory may be counted as used where memory is measured."""
 _WORTH_TRIMMING_BYTES = 4 << 20
-_SITES_BETWEEN_TRIMS = 32
+_SITES_BETWEEN_TRIMS, _SITES_BETWEEN_URGENT_TRIMS = 256, 32
 """The heap is trimmed rarely: what is given back is touched, and faults, again."""
 
 
@@ -164,13 +164,16 @@ class CpuDevice(Device):
         return peak
 
     def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
-        self.pool.hold_back(headroom_bytes)
         self._sites_since_trim += 1
-        beyond = process_memory.resident_bytes_fast() - limit_bytes - headroom_bytes
-        if beyond <= 0:
-            return
-        beyond -= self.pool.shrink(beyond)
-        if beyond > _WORTH_TRIMMING_BYTES and self._sites_since_trim > _SITES_BETWEEN_TRIMS:
+        resident = process_memory.resident_bytes_fast()
+        if resident + headroom_bytes > limit_bytes:
+            self.pool.hold_back(headroom_bytes)
+        beyond = resident - limit_bytes
+        urgent = beyond > headroom_bytes
+        if urgent:
+            beyond -= self.pool.shrink(beyond - headroom_bytes)
+        interval = _SITES_BETWEEN_URGENT_TRIMS if urgent else _SITES_BETWEEN_TRIMS
+        if beyond > _WORTH_TRIMMING_BYTES and self._sites_since_trim > interval:
             self._malloc.trim()
             self._sites_since_trim = 0
 

@@ -264,11 +264,15 @@ class Session:
         if actual <= budget or replayed or case.corrections >= _MAX_CORRECTIONS:
             return
         case.corrections += 1
-        case.reserve_bytes += int((actual - budget) * _CORRECTION_FACTOR)
+        before, case.reserve_bytes = (
+            case.reserve_bytes,
+            case.reserve_bytes + int((actual - budget) * _CORRECTION_FACTOR),
+        )
         log.info("peak was %s, budget %s", format_nbytes(actual), format_nbytes(budget))
         try:
             self._follow(case, self.plans.make(case))
         except InfeasibleBudgetError:
+            case.corrections, case.reserve_bytes = _MAX_CORRECTIONS, before
             self._fall_back(
                 f"peak memory is {format_nbytes(actual)}, over the budget of "
                 f"{format_nbytes(budget)}: free memory between tensors leaves no room for it"
