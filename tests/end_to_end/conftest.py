@@ -14,6 +14,15 @@ from teraplan import backend
 from teraplan.runtime.storage import default_directory
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _imported_once() -> Iterator[None]:
+    """What has been imported is no garbage: collections between tests need not look at it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
     """One thread, no compiled graph and no session of an earlier test."""

@@ -40,7 +40,13 @@ def _batch(rows: int, time: int, seed: int) -> Tensor:
     return torch.randn(rows, time, 32, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("sizes", [[(32, 32), (48, 32)], [(32, 32), (48, 40), (24, 64)]])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(32, 32), (48, 40)],
+        pytest.param([(32, 32), (48, 40), (24, 64)], marks=pytest.mark.slow),
+    ],
+)
 def test_products_of_symbols(sizes: list[tuple[int, int]]) -> None:
     """Every saved tensor leaves and comes back with the size of its own call."""
     torch.manual_seed(0)
@@ -70,9 +76,8 @@ def _two_sizes(steps: int, *, dynamic: bool) -> object:
     return program
 
 
-@pytest.mark.parametrize(
-    "dynamic", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["symbolic", "recompiled"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [True, False], ids=["symbolic", "recompiled"])
 def test_a_plan_for_each_size_used_again(dynamic: bool) -> None:
     program = _two_sizes(16, dynamic=dynamic)
     reference = unlimited(program)  # type: ignore[arg-type]
@@ -139,7 +144,7 @@ def test_a_number_that_changes_every_step_is_no_new_kind_of_step() -> None:
     options: Any = {"device_budget": UNLIMITED, "kernels": "aot_eager", "profile_steps": 1}
     step = torch.compile(model, backend="teraplan", options=options, dynamic=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(2, 9):
+    for number in range(2, 8):
         torch.autograd.backward(step(*MLP().batch(number), number))
         optimizer.step()
         optimizer.zero_grad()

@@ -203,6 +203,7 @@ class _Features(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_dropout_loss_outside_and_other_random_numbers() -> None:
     """The random numbers of the user's own code are the same too, and so is the generator."""
 
