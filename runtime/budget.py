@@ -8,6 +8,8 @@ from teraplan.runtime import census
 from teraplan.runtime.device import Device
 from teraplan.units import format_nbytes
 
+_MEASURED_IN_BYTES = 256 << 10
+
 
 class GraphForecast:
     """State counted now, state that training will add, and what the compiled graphs need."""
@@ -18,6 +20,7 @@ class GraphForecast:
         self.future_state_bytes = 0
         """Gradients and optimizer state that do not exist yet."""
         self._saved_bytes = self._workspace_bytes = self._largest_bytes = 0
+        self._largest_slot_bytes = 0
 
     def refresh(self, tables: Iterable[GraphTable]) -> None:
         """Count the state anew and take in all graphs compiled so far."""
@@ -32,6 +35,8 @@ class GraphForecast:
     def add(self, table: GraphTable) -> None:
         """Take in one graph."""
         self._saved_bytes = max(self._saved_bytes, sum(slot.nbytes for slot in table.slots))
+        largest_slot = max((slot.nbytes for slot in table.slots), default=0)
+        self._largest_slot_bytes = max(self._largest_slot_bytes, largest_slot)
         workspace = max(table.forward_workspace_bytes, table.backward_workspace_bytes)
         self._workspace_bytes = max(self._workspace_bytes, workspace)
         self._largest_bytes = max(self._largest_bytes, table.largest_operation_bytes)
@@ -40,6 +45,15 @@ class GraphForecast:
     def other_bytes(self) -> int:
         """All that is not a saved activation, workspace as the graphs predict it."""
         return self.state_bytes + self.future_state_bytes + self._workspace_bytes
+
+    @property
+    def enough_bytes(self) -> int:
+        """A budget that the graphs predict to be enough, everything that can move elsewhere.
+
+        Besides the rest, an operation and the one before it have a saved activation each at hand;
+        and memory that is measured as the process's comes in pages.
+        """
+        return self.other_bytes + 2 * self._largest_slot_bytes + _MEASURED_IN_BYTES
 
     @property
     def unlimited_peak_bytes(self) -> int:
@@ -55,7 +69,7 @@ class GraphForecast:
             f"device_budget is {format_nbytes(budget_bytes)}, but parameters, gradients and "
             f"optimizer state take {format_nbytes(state)} and the largest operation "
             f"{format_nbytes(self._largest_bytes)} more; set device_budget to "
-            f"{format_nbytes(self.other_bytes)} ({self.other_bytes} bytes), which the graphs "
+            f"{format_nbytes(self.enough_bytes)} ({self.enough_bytes} bytes), which the graphs "
             "predict to be enough",
-            least_budget_bytes=self.other_bytes,
+            least_budget_bytes=self.enough_bytes,
         )

@@ -77,6 +77,7 @@ class Session:
         self.steps = 0
         self.diverged_steps = 0
         self.last_used_ns = 0
+        self._called = False
         self.fallbacks: list[str] = []
         self._forecast = GraphForecast(device)
         self._budget_bytes = 0
@@ -99,6 +100,20 @@ class Session:
         """Some optimizer has updated its parameters."""
         self._optimizer_known = True
         self._optimizer_steps += 1
+
+    def end_call(self) -> None:
+        """A compiled graph has run. Where it had no op, nothing has looked at the budget yet.
+
+        Raises:
+            InfeasibleBudgetError: after the first call, if not even the training state fits.
+        """
+        if self._called:
+            return
+        budget = self.config.device_budget
+        if self.engine.recorder is None and budget is not None and budget.nbytes is not None:
+            self._forecast.refresh(())
+            self._forecast.refuse_hopeless(budget.nbytes)
+        self._called = True
 
     def enter_forward(self, table: GraphTable, shapes: tuple[object, ...]) -> int:
         """A forward graph begins; returns the number of its call in the step.

@@ -69,7 +69,12 @@ def current_status() -> Status:
 def _session(config: Config, device_type: str) -> Session:
     session = _sessions.get(config)
     if session is None:
-        session = Session(config, open_device(config, device_type))
+        device = open_device(config, device_type)
+        try:
+            session = Session(config, device)
+        except TeraplanError:
+            device.close()
+            raise
         _sessions[config] = session
     return session
 
@@ -91,9 +96,11 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
         shapes = tuple(_shape(args[i]) for i in varying)
         try:
             with running(session, shapes):
-                return compiled(*args)
+                results = compiled(*args)
+            session.end_call()
         except TeraplanError as error:  # the generated code between here and there helps nobody
             raise error.with_traceback(None) from None
+        return results
 
     return call
 

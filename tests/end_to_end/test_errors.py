@@ -142,6 +142,14 @@ def _with_number(name: str, value: int) -> Callable[[str], str]:
     return lambda text: re.sub(rf'"{name}": ?\d+', f'"{name}": {value}', text, count=1)
 
 
+def test_hopeless_budget_of_a_graph_without_ops() -> None:
+    """Nothing saved is large enough for an op; the budget counts all the same."""
+    model = MLP()
+    model.compile(backend="teraplan", options={**QUICK, "device_budget": "1KiB"})
+    with pytest.raises(InfeasibleBudgetError, match="parameters, gradients and optimizer state"):
+        model(MLP().batch(0)[0][:1])
+
+
 class TestPlanFiles:
     """What report= wrote is replayed by plan=, and nothing else is."""
 
