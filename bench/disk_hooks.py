@@ -40,7 +40,7 @@ def saved_on_disk(directory: Path) -> Iterator[None]:
     """Within this, autograd keeps large saved tensors in files in `directory`."""
 
     def pack(tensor: Tensor) -> Tensor | _OnDisk:
-        if tensor.nbytes < _MIN_BYTES or tensor.is_leaf:
+        if tensor.nbytes < _MIN_BYTES or isinstance(tensor, torch.nn.Parameter):
             return tensor
         return _OnDisk(tensor, directory)
 

@@ -166,7 +166,9 @@ class CpuDevice(Device):
     def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
         self._sites_since_trim += 1
         resident = process_memory.resident_bytes_fast()
-        if resident + headroom_bytes > limit_bytes:
+        slack = limit_bytes - headroom_bytes - resident
+        self.pool.slack_bytes = max(0, slack)
+        if slack < 0:
             self.pool.hold_back(headroom_bytes)
         beyond = resident - limit_bytes
         urgent = beyond > headroom_bytes

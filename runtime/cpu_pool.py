@@ -4,7 +4,8 @@ glibc's heap is no place for tensors that come and go under a budget: after one 
 held as much as the tensors did (1,001 MiB of heap for 626 MiB in use), and blocks that are mappings
 of their own cost a page fault per 4 KiB. Here a freed block waits for the next tensor of its size,
 and repeated layers ask for the same sizes again and again. In use and waiting together never exceed
-the most that has been in use at once: before that would happen, waiting blocks are unmapped.
+the most that has been in use at once, unless there is slack under the budget: before that would
+happen, waiting blocks are unmapped.
 """
 
 import ctypes
@@ -73,6 +74,8 @@ class CpuPool:
         self.in_use_bytes = 0
         self.waiting_bytes = 0
         self._most_bytes = 0
+        self.slack_bytes = 0
+        """So much more may be mapped without unmapping what waits."""
 
     def empty_strided(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -136,7 +139,9 @@ class CpuPool:
                 block = blocks.pop()
                 self.waiting_bytes -= nbytes
             else:
-                self._unmap(self.in_use_bytes + self.waiting_bytes - self._most_bytes)
+                beyond = self.in_use_bytes + self.waiting_bytes - self._most_bytes
+                self._unmap(beyond - self.slack_bytes)
+                self.slack_bytes = max(0, self.slack_bytes - nbytes)
                 block = _Block(nbytes)
             self._addresses.add(block.address)
             return _Lease.of(block, self)
