@@ -24,7 +24,7 @@ from teraplan.units import MIB, format_bandwidth, format_ns
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _MAX_AGE_S = 14 * 24 * 3600.0
 _RECORD_BYTES = 16 * MIB
 _PHASE_NS = 250_000_000

@@ -52,7 +52,9 @@ def save_picture(
         }
     ):
         figure = step_figure(plan, planned, actual)
-        figure.savefig(path, format=file_format, dpi=_DPI, metadata=_METADATA[file_format])
+        figure.savefig(
+            path, format=file_format, dpi=_DPI, bbox_inches="tight", metadata=_METADATA[file_format]
+        )
 
 
 def step_figure(plan: Plan, planned: Drawing, actual: Drawing | None) -> Figure:
