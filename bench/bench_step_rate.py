@@ -53,7 +53,7 @@ def main() -> None:
         *(ours(f"teraplan, {share} %", budget) for share, budget in shares.items()),
     ]
     if not wanted.no_peers:
-        recomputing = common | {"model": model | {"checkpoint": True}}
+        recomputing: dict[str, Any] = common | {"model": model | {"checkpoint": True}}
         contenders.append(Contender(name="checkpointing", **recomputing))
         contenders.append(Contender(name="hooks to disk", disk_hooks=True, **common))
     results = race(contenders, wanted.rounds)

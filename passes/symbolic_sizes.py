@@ -6,6 +6,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -19,7 +20,7 @@ class SizeNodes:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._tracer = fx.proxy.GraphAppendingTracer(graph)
+        self._tracer = GraphAppendingTracer(graph)
         self._symbols: dict[sympy.Expr, fx.Node] = {}
         for node in graph.nodes:
             value = node.meta.get("val")

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from torch._C._dynamo import guards
 
 MIN_BLOCK_BYTES = 256 << 10
 """Smaller tensors are left to the heap."""
 
 _LITTLE_IN_USE = 0.75
 _ALIGNMENT = 64 << 10
-_empty_strided_cpu: Any = vars(torch._C._dynamo.guards)["_empty_strided_cpu"]
+_empty_strided_cpu: Any = vars(guards)["_empty_strided_cpu"]
 """What generated code calls otherwise."""
 _HUGE_PAGE = 2 << 20
 

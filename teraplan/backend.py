@@ -18,7 +18,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.compile_fx import compile_fx
 
-from teraplan import ops  # noqa: F401  (defines the migration ops)
 from teraplan.config import Config
 from teraplan.errors import ConfigError, TeraplanError
 from teraplan.passes.partition import config_patches, partition
