@@ -66,17 +66,13 @@ def main() -> None:
         if line.strip() == "end":
             break
         _answer(step() | {"peak_bytes": process_memory.peak_bytes() - before})
-    _answer({"status": dataclasses.asdict(teraplan.status()), "peak": _peak(before)})
+    _answer({"status": dataclasses.asdict(teraplan.status())})
 
 
 def _hooks(contender: Contender) -> AbstractContextManager[object]:
     if not contender.disk_hooks:
         return nullcontext()
     return saved_on_disk(Path(tempfile.gettempdir()))
-
-
-def _peak(before: int) -> int:
-    return process_memory.peak_bytes() - before
 
 
 def _answer(what: dict[str, object]) -> None:

@@ -36,7 +36,6 @@ class Engine:
         self.recorder: StepRecorder | None = None
         self.managed_bytes = 0
         self.managed_peak_bytes = 0
-        self.unplanned_bytes = 0
         self.diverged_at: int | None = None
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int] | None = None
@@ -89,7 +88,6 @@ class Engine:
         self.limit_bytes = limit_bytes
         self.diverged_at = None
         self.managed_peak_bytes = self.managed_bytes
-        self.unplanned_bytes = 0
         self.stalls = []
         self._of_step = []
         self._call = -1
@@ -372,7 +370,6 @@ class Engine:
             if victim.copy is None:
                 assert victim.tensor is not None
                 victim.copy = self.device.start_out(victim.tensor, Tier.STORAGE, victim.name)
-                self.unplanned_bytes += victim.nbytes
             self._finish_leaving(victim)
 
     def _overrun(self, limit_bytes: int) -> None:
