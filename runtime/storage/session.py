@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 
 from teraplan.errors import ConfigError, StorageError, StorageFullError
+from teraplan.run_record import Direction
 from teraplan.runtime.storage.directories import OpenedDirectory, open_directory, why_not
 from teraplan.runtime.storage.file_system import available_bytes
-from teraplan.runtime.storage.store import Store
+from teraplan.runtime.storage.store import WORKERS, Store
 from teraplan.runtime.storage.transfers import Record, Transfer
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,12 @@ class Storage:
     """
 
     def __init__(
-        self, opened: Sequence[OpenedDirectory], *, checksum: bool, deadline_s: float
+        self,
+        opened: Sequence[OpenedDirectory],
+        *,
+        checksum: bool,
+        deadline_s: float,
+        workers: tuple[Direction, ...] = WORKERS,
     ) -> None:
         self._opened = tuple(opened)
         self._deadline_s = deadline_s
@@ -53,7 +59,7 @@ class Storage:
         self._closed = False
         self._closing = threading.Lock()
         self._stores = tuple(
-            Store(one.directory, one.arena, index=index, checksum=checksum)
+            Store(one.directory, one.arena, index=index, checksum=checksum, workers=workers)
             for index, one in enumerate(opened)
         )
         _open_sessions.append(self)
@@ -68,8 +74,10 @@ class Storage:
         strict: bool = False,
         path: str = "auto",
         device_memory: bool = False,
+        workers: tuple[Direction, ...] = WORKERS,
     ) -> "Storage":
-        """A storage over `directories`, each with its own file, queue and threads.
+        """A storage over `directories`, each with its own file, queue and `workers`: what each
+        thread prefers to move.
 
         `path` is one of "auto", "posix", "kvikio-host" and "kvikio-gds". "auto" is posix, except
         that a caller who could hand over addresses of an accelerator (`device_memory`) gets GDS
@@ -102,7 +110,7 @@ class Storage:
             for fallback in one.fallbacks:
                 _log.warning("storage: %s", fallback)
         _say_shared_disks(opened)
-        return cls(opened, checksum=checksum, deadline_s=deadline_s)
+        return cls(opened, checksum=checksum, deadline_s=deadline_s, workers=workers)
 
     def __enter__(self) -> "Storage":
         return self

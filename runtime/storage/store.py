@@ -44,7 +44,15 @@ all of few cores, each worker takes time from it: with one, a step under a budge
 class Store:
     """See the module's text. Made by the session; every method may be called by any thread."""
 
-    def __init__(self, directory: Path, arena: Arena, *, index: int, checksum: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        arena: Arena,
+        *,
+        index: int,
+        checksum: bool,
+        workers: tuple[Direction, ...] = WORKERS,
+    ) -> None:
         self.directory = directory
         self.arena = arena
         self.index = index
@@ -71,7 +79,7 @@ class Store:
                 name=f"teraplan-io-{index}-{number}",
                 daemon=True,
             )
-            for number, prefers in enumerate(WORKERS)
+            for number, prefers in enumerate(workers)
         ]
         for thread in self._threads:
             thread.start()

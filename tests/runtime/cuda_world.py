@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 from teraplan.hardware import Tier
+from teraplan.run_record import Direction
 from teraplan.runtime.cuda_device import CudaDevice
 from teraplan.runtime.device import Arrival, Copy
 from teraplan.runtime.storage import Storage, default_directory
@@ -17,6 +18,8 @@ from tests.fakes.fake_cuda import FakeCuda
 
 STAGING = 4 * MIB
 """Two slots of 1 MiB in each direction."""
+THREE_WORKERS = (Direction.BACK, Direction.OUT, Direction.BACK)
+"""The same on every machine, so that writes can be held while reads go on."""
 
 
 class World:
@@ -33,7 +36,9 @@ class World:
         slowest_s: float = 0.003,
     ) -> None:
         self.cuda = FakeCuda(seed=seed, why_not_pinned=why_not_pinned, slowest_s=slowest_s)
-        self.storage = Storage.open([default_directory()], deadline_s=deadline_s)
+        self.storage = Storage.open(
+            [default_directory()], deadline_s=deadline_s, workers=THREE_WORKERS
+        )
         self.arena = self.storage._stores[0].arena
         self.arena.takes_device_memory = direct
         self.storage_gate = threading.Event()
