@@ -156,25 +156,49 @@ def _period(tensor: Tensor, num_sites: int, m: Migration) -> int | None:
 def _check_clean(plan: Plan) -> Iterator[Violation]:
     """A copy may be relied on if the tensor was written to that tier before, and has not changed.
 
-    An activation never changes after it was saved. Whether a parameter or a gradient changed
-    between two idle periods is not in the trace, so nothing of theirs counts as unmodified.
+    From the migration backwards: before each idle period is the window of the same number. If the
+    tensor changed there, older copies are worthless; if a migration in the period before it wrote
+    to the tier, that is the copy. The periods of a persistent tensor go round.
     """
-    written: set[tuple[int, Tier]] = set()
-    order = sorted(range(len(plan.migrations)), key=lambda i: plan.migrations[i].leave)
-    for index in order:
-        m = plan.migrations[index]
+    num_sites = len(plan.trace.sites)
+    writes: set[tuple[int, int, Tier]] = set()
+    cleans: list[tuple[int, Migration, int]] = []
+    for index, m in enumerate(plan.migrations):
+        if m.leave == m.needed:
+            continue
+        number = _period(plan.trace.tensors[m.tensor_id], num_sites, m)
+        if number is None:
+            continue
+        if m.clean:
+            cleans.append((index, m, number))
+        else:
+            writes.add((m.tensor_id, number, m.tier))
+    for index, m, number in cleans:
         tensor = plan.trace.tensors[m.tensor_id]
-        if not m.clean:
-            written.add((m.tensor_id, m.tier))
-        elif tensor.kind is not TensorKind.ACTIVATION or tensor.persistent:
-            message = (
-                f"migration {index}: {tensor.name} is a {tensor.kind}, which may have changed "
-                "since it was written"
-            )
-            yield Violation(kind=ViolationKind.CLEAN, message=message, migration=index)
-        elif (m.tensor_id, m.tier) not in written:
-            message = f"migration {index}: no earlier migration wrote {tensor.name} to {m.tier}"
-            yield Violation(kind=ViolationKind.CLEAN, message=message, migration=index)
+        changes = _changes(tensor)
+        before, count = number, len(tensor.windows)
+        found = False
+        while before not in changes and not found and count > 0:
+            before, count = before - 1, count - 1
+            if before < 0:
+                if not tensor.persistent:
+                    break
+                before += len(tensor.windows)
+            found = (m.tensor_id, before, m.tier) in writes
+        if found:
+            continue
+        message = f"migration {index}: no earlier migration wrote {tensor.name} to {m.tier}"
+        if before in changes:
+            message += f" since it changed in window {before}"
+        yield Violation(kind=ViolationKind.CLEAN, message=message, migration=index)
+
+
+def _changes(tensor: Tensor) -> set[int]:
+    if tensor.changed_in is not None:
+        return set(tensor.changed_in)
+    if tensor.kind is TensorKind.ACTIVATION and not tensor.persistent:
+        return set()
+    return set(range(len(tensor.windows)))
 
 
 def _add(levels: list[int], start: int, end: int, nbytes: int) -> None:
@@ -216,21 +240,28 @@ def _resident(plan: Plan, with_migrations: bool) -> list[int]:
 
 
 def _occupied(plan: Plan, tier: Tier) -> list[int]:
-    """Bytes in another tier in each interval; a copy stays while a clean migration relies on it."""
-    levels = [0] * len(plan.trace.sites)
+    """Bytes in another tier in each interval; a copy stays while a clean migration relies on it.
+
+    Two rounds over the step: a clean one early in the step relies on a copy of the step before.
+    """
+    num_sites = len(plan.trace.sites)
+    levels = [0] * num_sites
     open_since: dict[int, tuple[int, int]] = {}
-    for m in sorted(plan.migrations, key=lambda m: m.leave):
-        if m.tier is not tier:
-            continue
-        if m.tensor_id in open_since:
-            start, end = open_since[m.tensor_id]
-            if m.clean:
-                open_since[m.tensor_id] = (start, m.needed)
-                continue
-            _add(levels, start, end, plan.trace.tensors[m.tensor_id].nbytes)
-        open_since[m.tensor_id] = (m.leave, m.needed)
-    for tensor_id, (start, end) in open_since.items():
-        _add(levels, start, end, plan.trace.tensors[tensor_id].nbytes)
+    first_round: set[int] = set()
+    """Tensors whose open copy was written in the first round."""
+    here = sorted((m for m in plan.migrations if m.tier is tier), key=lambda m: m.leave)
+    for shift in (0, num_sites):
+        for m in here:
+            leave, needed = m.leave + shift, m.needed + shift
+            nbytes = plan.trace.tensors[m.tensor_id].nbytes
+            since = open_since.get(m.tensor_id)
+            if m.clean and since is not None:
+                open_since[m.tensor_id] = (since[0], needed)
+            elif not m.clean:
+                if since is not None and m.tensor_id in first_round:
+                    _add(levels, since[0], since[1], nbytes)
+                open_since[m.tensor_id] = (leave, needed)
+                (first_round.discard if shift else first_round.add)(m.tensor_id)
     return _running(levels)
 
 
@@ -288,6 +319,9 @@ def _check_times(plan: Plan) -> Iterator[Violation]:
     yield from _compare("ideal_ns", said.ideal_ns, ideal_ns)
     if said.step_ns < ideal_ns:
         message = f"step_ns is {said.step_ns}, less than the step without waits, {ideal_ns}"
+        yield Violation(kind=ViolationKind.PREDICTION, message=message)
+    if said.bound_ns > said.step_ns:
+        message = f"step_ns is {said.step_ns}, less than its lower bound, {said.bound_ns}"
         yield Violation(kind=ViolationKind.PREDICTION, message=message)
     for tier in Tier:
         moved = [m for m in plan.migrations if m.tier is tier]

@@ -36,6 +36,9 @@ class Hardware:
     host_link: Link | None
     """None: there is no host tier beside the device (a CPU device is host memory itself)."""
     storage_link: Link | None
+    device_port: Link | None = None
+    """What all traffic of the device has to share, e.g. its PCIe slot; None: the links do not
+    disturb each other. Its latency counts nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

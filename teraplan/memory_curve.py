@@ -89,20 +89,29 @@ def tier_curve(trace: StepTrace, migrations: Iterable[Migration], tier: Tier) ->
     """Bytes that a plan occupies in `tier`, which is not the device.
 
     A copy takes its space from the site where it starts out until it is back, and up to the end of
-    the last later migration of the same tensor that relies on it (`clean`).
+    the last later migration of the same tensor that relies on it (`clean`), which for a persistent
+    tensor can be in the next step.
     """
+    num_sites = len(trace.sites)
     held: dict[int, list[tuple[int, int]]] = {}
+    early: dict[int, int] = {}
+    """For each tensor, the end of clean migrations that come before any that writes."""
     for m in sorted(migrations, key=lambda m: (m.tensor_id, m.leave)):
         if m.tier is not tier:
             continue
         ranges = held.setdefault(m.tensor_id, [])
-        if m.clean and ranges:
+        if not m.clean:
+            ranges.append((m.leave, m.needed))
+        elif ranges:
             ranges[-1] = (ranges[-1][0], m.needed)
         else:
-            ranges.append((m.leave, m.needed))
+            early[m.tensor_id] = m.needed
+    for tensor_id, end in early.items():
+        ranges = held[tensor_id] or [(end, end)]
+        ranges[-1] = (ranges[-1][0], end + num_sites)
     tensors = trace.tensors
     return sum_ranges(
-        len(trace.sites),
+        num_sites,
         (
             (start, end, tensors[tensor_id].nbytes)
             for tensor_id, ranges in held.items()

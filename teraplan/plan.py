@@ -30,7 +30,8 @@ class Migration:
     needed: int
     tier: Tier
     clean: bool = False
-    """The tier already holds these bytes: nothing is written."""
+    """The tier already holds these bytes: nothing is written. Where an earlier migration of the
+    step before wrote them, the first step under a plan has to write them after all."""
     reason: str = ""
     """Why the planner chose it, for people."""
 
@@ -54,6 +55,13 @@ class Prediction:
     back_bytes: dict[Tier, int] = field(default_factory=dict[Tier, int])
     stall_ns: dict[int, int] = field(default_factory=dict[int, int])
     """Waiting time by tensor id; only tensors that wait."""
+    bound_ns: int = 0
+    """No valid plan for these budgets has a shorter step; 0 if nobody asked."""
+
+    @property
+    def gap(self) -> float | None:
+        """By how much the step is longer than the bound, as a fraction; None without a bound."""
+        return self.step_ns / self.bound_ns - 1 if self.bound_ns else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,10 @@ from teraplan.trace_file import decode_trace, encode_trace
 
 SCHEMA = "teraplan.plan"
 # 1 (2026-11): first version.
-SCHEMA_VERSION = 1
+# 2 (2026-11): `hardware.device_port`, `prediction.bound_ns`, version 2 of traces; what version 1
+#   lacks is null, 0 and not known.
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 _PLAN_FIELDS = ("policy", "budgets", "hardware", "trace", "migrations", "prediction")
 _MIGRATION_FIELDS = ("tensor", "leave", "gone", "back", "needed", "tier", "clean", "reason")
@@ -33,6 +36,7 @@ _HARDWARE_FIELDS = (
     "storage_capacity_bytes",
     "host_link",
     "storage_link",
+    "device_port",
 )
 _LINK_FIELDS = tuple(field.name for field in fields(Link))
 _PREDICTION_INTS = (
@@ -44,7 +48,7 @@ _PREDICTION_INTS = (
     "host_peak_bytes",
     "storage_peak_bytes",
 )
-_PREDICTION_FIELDS = (*_PREDICTION_INTS, "out_bytes", "back_bytes", "stall_ns")
+_PREDICTION_FIELDS = (*_PREDICTION_INTS, "bound_ns", "out_bytes", "back_bytes", "stall_ns")
 
 
 def write_plan(plan: Plan, path: Path) -> None:
@@ -58,7 +62,7 @@ def read_plan(path: Path) -> Plan:
     Raises:
         FileFormatError: if the file is not such a file; names the field.
     """
-    root = load_object(path, SCHEMA, (SCHEMA_VERSION,))
+    root = load_object(path, SCHEMA, READABLE_VERSIONS)
     return decode_plan(root.only(("schema", "schema_version", *_PLAN_FIELDS)))
 
 
@@ -92,7 +96,7 @@ def encode_plan(plan: Plan) -> dict[str, object]:
     return {
         "policy": plan.policy,
         "budgets": {name: getattr(plan.budgets, name) for name in _BUDGET_FIELDS},
-        "hardware": _encode_hardware(plan.hardware),
+        "hardware": encode_hardware(plan.hardware),
         "trace": encode_trace(plan.trace),
         "migrations": [
             {
@@ -109,6 +113,7 @@ def encode_plan(plan: Plan) -> dict[str, object]:
         ],
         "prediction": {name: getattr(prediction, name) for name in _PREDICTION_INTS}
         | {
+            "bound_ns": prediction.bound_ns,
             "out_bytes": {tier.value: n for tier, n in prediction.out_bytes.items()},
             "back_bytes": {tier.value: n for tier, n in prediction.back_bytes.items()},
             "stall_ns": dict(stalls),
@@ -125,7 +130,7 @@ def decode_plan(node: Node) -> Plan:
     return Plan(
         policy=node.get("policy").text(),
         budgets=Budgets(**{name: budgets.get(name).integer() for name in _BUDGET_FIELDS}),
-        hardware=_decode_hardware(node.get("hardware")),
+        hardware=decode_hardware(node.get("hardware")),
         trace=trace,
         migrations=tuple(
             _decode_migration(item, ids, limit) for item in node.get("migrations").items()
@@ -134,7 +139,9 @@ def decode_plan(node: Node) -> Plan:
     )
 
 
-def _encode_hardware(hardware: Hardware) -> dict[str, object]:
+def encode_hardware(hardware: Hardware) -> dict[str, object]:
+    """The JSON object of `hardware`."""
+
     def link(value: Link | None) -> dict[str, int] | None:
         return None if value is None else {name: getattr(value, name) for name in _LINK_FIELDS}
 
@@ -145,10 +152,12 @@ def _encode_hardware(hardware: Hardware) -> dict[str, object]:
         "storage_capacity_bytes": hardware.storage_capacity_bytes,
         "host_link": link(hardware.host_link),
         "storage_link": link(hardware.storage_link),
+        "device_port": link(hardware.device_port),
     }
 
 
-def _decode_hardware(node: Node) -> Hardware:
+def decode_hardware(node: Node) -> Hardware:
+    """The machine that a JSON object encodes."""
     node.only(_HARDWARE_FIELDS)
     return Hardware(
         device=node.get("device").text(),
@@ -157,6 +166,7 @@ def _decode_hardware(node: Node) -> Hardware:
         storage_capacity_bytes=node.get("storage_capacity_bytes").integer(),
         host_link=_decode_link(node.get("host_link")),
         storage_link=_decode_link(node.get("storage_link")),
+        device_port=_decode_link(node.get("device_port")) if node.has("device_port") else None,
     )
 
 
@@ -212,6 +222,7 @@ def _decode_prediction(node: Node, ids: dict[str, int]) -> Prediction:
 
     return Prediction(
         **{name: node.get(name).integer() for name in _PREDICTION_INTS},
+        bound_ns=node.get("bound_ns").integer() if node.has("bound_ns") else 0,
         out_bytes=by_tier("out_bytes"),
         back_bytes=by_tier("back_bytes"),
         stall_ns=stalls,

@@ -1,6 +1,6 @@
 """RunRecords <-> JSON: a plan and what happened in the steps that ran under it.
 
-    {"schema": "teraplan.runs", "schema_version": 1, "plan": {...}, "runs": [{"step": 7, ...}, ...]}
+    {"schema": "teraplan.runs", "schema_version": 2, "plan": {...}, "runs": [{"step": 7, ...}, ...]}
 
 One step per line. Transfers and stalls are rows of columns in the order of the classes' fields.
 """
@@ -16,7 +16,9 @@ from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecor
 
 SCHEMA = "teraplan.runs"
 # 1 (2026-11): first version.
-SCHEMA_VERSION = 1
+# 2 (2026-11): version 2 of plans.
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 _PLAN_FIELDS = ("policy", "budgets", "hardware", "trace", "migrations", "prediction")
 _INTS = ("step", "duration_ns", "device_peak_bytes", "managed_peak_bytes")
@@ -41,7 +43,7 @@ def read_runs(path: Path) -> tuple[Plan, tuple[RunRecord, ...]]:
     Raises:
         FileFormatError: if the file is not such a file; names the field.
     """
-    root = load_object(path, SCHEMA, (SCHEMA_VERSION,))
+    root = load_object(path, SCHEMA, READABLE_VERSIONS)
     root.only(("schema", "schema_version", "plan", "runs"))
     plan = decode_plan(root.get("plan").only(_PLAN_FIELDS))
     return plan, tuple(_decode_run(node) for node in root.get("runs").items())

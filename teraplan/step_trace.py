@@ -81,6 +81,17 @@ class Tensor:
     """Half-open site ranges in which it is touched, ascending, not overlapping."""
     persistent: bool = False
     """True if it outlives the step (parameters, optimizer state)."""
+    changed_in: tuple[int, ...] | None = None
+    """Numbers of the windows in which its bytes change, so that older copies of it are worthless;
+    None if not known. That of its birth need not be among them."""
+
+    @property
+    def changes(self) -> tuple[int, ...]:
+        """`changed_in`; where not known, none for an activation of one step, all for the rest."""
+        if self.changed_in is not None:
+            return self.changed_in
+        fixed = self.kind is TensorKind.ACTIVATION and not self.persistent
+        return () if fixed else tuple(range(len(self.windows)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """StepTrace <-> JSON.
 
-    {"schema": "teraplan.trace", "schema_version": 1, "trace": {
+    {"schema": "teraplan.trace", "schema_version": 2, "trace": {
         "fingerprint": {...}, "state_bytes": n,
         "graph_names": ["g0", ...],
         "sites": {"kind": "esnd...", "backward": "fffb...",     one letter per site
@@ -22,7 +22,9 @@ from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, 
 
 SCHEMA = "teraplan.trace"
 # 1 (2026-11): first version.
-SCHEMA_VERSION = 1
+# 2 (2026-11): tensors have `changed_in`; in version 1 it is not known.
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 _LETTERS = {SiteKind.ENTER: "e", SiteKind.SAVE: "s", SiteKind.NEED: "n", SiteKind.DONE: "d"}
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
@@ -35,7 +37,17 @@ _SITE_COLUMNS = (
     "duration_ns",
     "workspace_bytes",
 )
-_TENSOR_FIELDS = ("name", "kind", "nbytes", "shape", "dtype", "layer", "windows", "persistent")
+_TENSOR_FIELDS = (
+    "name",
+    "kind",
+    "nbytes",
+    "shape",
+    "dtype",
+    "layer",
+    "windows",
+    "persistent",
+    "changed_in",
+)
 _FINGERPRINT_FIELDS = ("graphs", "shapes", "torch_version", "kernels", "device")
 
 
@@ -56,7 +68,7 @@ def read_trace(path: Path) -> StepTrace:
     Raises:
         FileFormatError: if the file is not such a file; names the field.
     """
-    root = load_object(path, SCHEMA, (SCHEMA_VERSION,))
+    root = load_object(path, SCHEMA, READABLE_VERSIONS)
     return decode_trace(root.only(("schema", "schema_version", "trace")).get("trace"))
 
 
@@ -92,6 +104,7 @@ def encode_trace(trace: StepTrace) -> dict[str, object]:
                 "layer": tensor.layer,
                 "windows": [list(window) for window in tensor.windows],
                 "persistent": tensor.persistent,
+                "changed_in": None if tensor.changed_in is None else list(tensor.changed_in),
             }
             for tensor in trace.tensors
         ],
@@ -204,4 +217,15 @@ def _decode_tensor(node: Node, num_sites: int) -> Tensor:
         layer=node.get("layer").text(),
         windows=tuple(windows),
         persistent=node.get("persistent").flag(),
+        changed_in=_decode_changes(node, len(windows)),
     )
+
+
+def _decode_changes(tensor: Node, num_windows: int) -> tuple[int, ...] | None:
+    if not tensor.has("changed_in") or tensor.get("changed_in").is_null():
+        return None
+    node = tensor.get("changed_in")
+    changes = node.integers(limit=num_windows - 1)
+    if any(left >= right for left, right in pairwise(changes)):
+        raise node.fail("are not ascending numbers of windows")
+    return changes

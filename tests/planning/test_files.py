@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from teraplan import json_files
+from teraplan.check_plan import check_plan
 from teraplan.errors import FileFormatError, PlanMismatchError
 from teraplan.hardware import Hardware, Tier
 from teraplan.memory_curve import device_curve, least_budget, peak
@@ -87,7 +88,7 @@ def set_at(path: str, value: object) -> Callable[[Any], None]:
 
 CHANGES: list[tuple[str, object, str]] = [
     ("schema", "other", r'schema: is "other", expected "teraplan.plan"'),
-    ("schema_version", 2, "schema_version: is 2, this teraplan reads 1"),
+    ("schema_version", 3, "schema_version: is 3, this teraplan reads 1, 2"),
     ("surprise", 1, 'unknown field "surprise"'),
     ("policy", 3, "policy: is 3, expected a string"),
     ("budgets/device_bytes", -1, r"budgets.device_bytes: is -1, expected 0 to"),
@@ -111,6 +112,10 @@ CHANGES: list[tuple[str, object, str]] = [
     ("trace/tensors/0/windows/0", [1, 2, 3], r"windows\[0\]: has 3 items, expected 2"),
     ("trace/tensors/0/kind", "ghost", r'trace.tensors\[0\].kind: "ghost" is not one of'),
     ("trace/tensors/1/name", "g0.c0/norm_0", r'tensors\[1\].name: "g0.c0/norm_0" names two'),
+    ("trace/tensors/0/changed_in", [9], r"changed_in\[0\]: is 9, expected 0 to"),
+    ("trace/tensors/0/changed_in", [1, 0], "changed_in: are not ascending"),
+    ("hardware/device_port", 3, "hardware.device_port: is 3, expected an object"),
+    ("prediction/bound_ns", None, "prediction.bound_ns: is null, expected an integer"),
     ("trace/fingerprint/device", None, "trace.fingerprint.device: is null, expected a string"),
     ("prediction/stall_ns", {"nobody": 1}, 'prediction.stall_ns: "nobody" is no tensor'),
     ("prediction/out_bytes", {"disk": 1}, 'prediction.out_bytes: unknown field "disk"'),
@@ -205,3 +210,16 @@ def test_migrations_are_one_per_line(plan_path: Path) -> None:
     plan = read_plan(plan_path)
     named = [line for line in lines if '"tensor": "g0.c0/' in line]
     assert len(named) == len(plan.migrations)
+
+
+def test_reads_version_1() -> None:
+    folder = Path(__file__).parents[1] / "compat"
+    plan, runs = read_runs(folder / "runs_v1.json")
+    assert read_plan(folder / "plan_v1.json") == plan
+    assert read_trace(folder / "trace_v1.json") == plan.trace
+    assert check_plan(plan) == ()
+    assert plan.hardware.device_port is None
+    assert plan.prediction.bound_ns == 0
+    assert plan.prediction.gap is None
+    assert {tensor.changed_in for tensor in plan.trace.tensors} == {None}
+    assert len(runs) == 1
