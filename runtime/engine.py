@@ -5,6 +5,7 @@ itself: when there is too much on the device, what was saved first leaves first,
 runs in the opposite order and needs it last.
 """
 
+import copy
 import threading
 import time
 from collections import deque
@@ -14,12 +15,12 @@ from contextlib import contextmanager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from teraplan.errors import BudgetExceededError, UnsupportedError
+from teraplan.errors import BudgetExceededError, StorageError, UnsupportedError
 from teraplan.graph_table import GraphTable
 from teraplan.hardware import Tier
 from teraplan.plan import Migration
 from teraplan.run_record import StallRecord
-from teraplan.runtime.device import Device
+from teraplan.runtime.device import Copy, Device
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.saved import Saved, View
 from teraplan.runtime.schedule import Schedule
@@ -40,6 +41,8 @@ class Engine:
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int] | None = None
         self.stalls: list[StallRecord] = []
+        self.faults: list[StorageError] = []
+        """Why tensors of this step could not leave, and stayed."""
         self._schedule: Schedule | None = None
         self._views: dict[int, View] = {}
         self._by_storage: dict[int, Saved] = {}
@@ -89,6 +92,7 @@ class Engine:
         self.diverged_at = None
         self.managed_peak_bytes = self.managed_bytes
         self.stalls = []
+        self.faults = []
         self._of_step = []
         self._call = -1
         self._start_ns = time.perf_counter_ns()
@@ -320,12 +324,31 @@ class Engine:
             return
         if saved.modified or id(saved) not in self._resident:
             return
-        saved.copy = self.device.start_out(saved.tensor, migration.tier, saved.name)
+        other = Tier.STORAGE if migration.tier is Tier.HOST else Tier.HOST
+        saved.copy = self._start_out(saved, migration.tier, other)
+
+    def _start_out(self, saved: Saved, *tiers: Tier) -> Copy | None:
+        """Start copying `saved` to the first of the tiers that has room; None if none has."""
+        assert saved.tensor is not None
+        for tier in tiers:
+            try:
+                return self.device.start_out(saved.tensor, tier, saved.name)
+            except StorageError as error:
+                self.faults.append(_bare(error))
+        return None
 
     def _finish_leaving(self, saved: Saved) -> None:
         if saved.copy is None or saved.tensor is None or saved.in_use:
             return
-        self._stalled(saved, saved.copy.wait_out())
+        try:
+            self._stalled(saved, saved.copy.wait_out())
+        except StorageError as error:  # the tensor is whole
+            self.faults.append(_bare(error))
+            saved.copy.drop()
+            saved.copy = None if saved.modified else self._start_out(saved, Tier.HOST)
+            if saved.copy is None:
+                return
+            saved.copy.wait_out()
         if saved.modified:  # while it was on its way out: the copy is of no use
             saved.copy.drop()
             saved.copy = None
@@ -362,22 +385,26 @@ class Engine:
         while self.managed_bytes + nbytes > limit_bytes:
             victim = next(victims, None)
             if victim is None:
-                if strict:
+                if strict or self.faults:
                     self._overrun(limit_bytes)
                 return
             if victim.in_use or victim.tokens == 0 or victim.modified:
                 continue
             if victim.copy is None:
-                assert victim.tensor is not None
-                victim.copy = self.device.start_out(victim.tensor, Tier.STORAGE, victim.name)
+                victim.copy = self._start_out(victim, Tier.STORAGE, Tier.HOST)
             self._finish_leaving(victim)
 
     def _overrun(self, limit_bytes: int) -> None:
-        raise BudgetExceededError(
+        what = (
             f"saved activations take {format_nbytes(self.managed_bytes)} where "
             f"{format_nbytes(max(0, limit_bytes))} are left of device_budget, and none can leave; "
             "raise device_budget"
         )
+        if not self.faults:
+            raise BudgetExceededError(what)
+        fault = _bare(self.faults[0])
+        fault.args = (f"{fault}; {what}, or make room in storage",)
+        raise fault
 
     def _stalled(self, saved: Saved, waited_ns: int) -> None:
         if waited_ns > 0 and self.recorder is not None:
@@ -397,6 +424,13 @@ class Engine:
     def _give_back(self, saved: Saved) -> None:
         if self._resident.pop(id(saved), None) is not None:
             self.managed_bytes -= saved.nbytes
+
+
+def _bare(error: StorageError) -> StorageError:
+    """The error without its causes and their frames, which hold the user's tensors."""
+    bare = copy.copy(error)
+    bare.errno = error.errno
+    return bare
 
 
 _LARGEST_ITEM_BYTES = 16

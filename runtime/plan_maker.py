@@ -98,6 +98,13 @@ class PlanMaker:
             self._machine = self._device.hardware()
         return self._machine
 
+    def forget_room(self, case: Case) -> None:
+        """Look again at what storage can take before the next plan of this case."""
+        self._machine = None
+        if case.budgets is not None:
+            room = self.machine().storage_capacity_bytes
+            case.budgets = dataclasses.replace(case.budgets, storage_bytes=room)
+
     def _trace(self, case: Case) -> StepTrace:
         return case.trace(torch_version=torch.__version__, kernels=self._config.kernels)
 

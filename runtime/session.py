@@ -26,6 +26,7 @@ from teraplan.errors import (
     FallbackRefusedError,
     InfeasibleBudgetError,
     PlanMismatchError,
+    StorageError,
     TeraplanError,
 )
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
@@ -85,6 +86,7 @@ class Session:
         self._optimizer_known = False
         self._optimizer_steps = 0
         self._error: TeraplanError | None = None
+        self._fault = ""
         self.reports = ReportFiles(config.report)
         self.plans = PlanMaker(config, device, self.reports)
         self._hook = register_optimizer_step_post_hook(_after_optimizer(weakref.ref(self)))
@@ -132,6 +134,8 @@ class Session:
             elif self.engine.unplanned:
                 self.engine.limit_bytes = self._safe_limit()
         except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
+            if self._fault and isinstance(error, InfeasibleBudgetError):
+                error.args = (f"{error}. Storage has failed before: {self._fault}",)
             self._error = copy.copy(error)  # not its traceback: that holds the user's model
             raise
         return self.engine.enter(table)
@@ -193,6 +197,7 @@ class Session:
         self.steps += 1
         transfers = self.device.take_transfers()
         compiled, self._compiles_seen = self._compiles != self._compiles_seen, self._compiles
+        faults, self.engine.faults = self.engine.faults, []
         if case.schedule is not None:
             self._finish_planned_step(case, recorder, transfers)
         elif not compiled and case.repeats:
@@ -200,6 +205,16 @@ class Session:
             if recorder.measure_memory:
                 self.device.run_fast()
             self._check_repeats(case)
+        if faults:
+            self._plan_around(case, faults)
+
+    def _plan_around(self, case: Case, faults: list[StorageError]) -> None:
+        """Tensors could not leave, and stayed: plan anew with the storage that there is now."""
+        case.schedule, self._fault = None, str(faults[0])
+        self.plans.forget_room(case)
+        self._fall_back(
+            f"{len(faults)} tensors could not leave, and stayed on the device: {self._fault}"
+        )
 
     def _check_repeats(self, case: Case) -> None:
         if not case.repeats:

@@ -51,8 +51,13 @@ def open_directory(directory: Path, *, path: str, strict: bool) -> OpenedDirecto
         _refuse_if(strict, fallbacks)
         if disk.in_ram:
             arena.path = f"posix in {disk.file_system}, which is RAM"
-    except BaseException:
+    except BaseException as error:
         os.close(fd)
+        if type(error) is OSError:
+            raise StorageUnusableError(
+                f"the first block in storage directory {directory} failed: {error.strerror}; "
+                "name another one"
+            ) from error
         raise
     return OpenedDirectory(directory=directory, arena=arena, disk=disk, fallbacks=fallbacks)
 

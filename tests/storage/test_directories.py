@@ -19,6 +19,7 @@ from teraplan.runtime.storage import (
     posix_arena,
 )
 from teraplan.runtime.storage.kvikio_probe import KvikioFacts
+from tests.fakes.faulty_calls import Fault, injected
 
 SHM = Path("/dev/shm")
 needs_tmpfs = pytest.mark.skipif(
@@ -50,6 +51,14 @@ def test_a_file_is_no_directory(disk: Path) -> None:
         Storage.open([disk / "file"])
     with pytest.raises(StorageUnusableError, match="Not a directory"):
         Storage.open([disk / "file" / "below"])
+
+
+def test_a_disk_that_fails_at_once_is_refused(disk: Path) -> None:
+    with (
+        injected(Fault(call="write", what=errno.EIO, at=1)),
+        pytest.raises(StorageUnusableError, match=r"the first block in .* failed: Input/output"),
+    ):
+        Storage.open([disk])
 
 
 def test_a_read_only_file_system_is_refused() -> None:

@@ -1,0 +1,99 @@
+"""A training run whose disk fails in the middle: equal bits, or an error that names everything."""
+
+import errno
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, StorageFullError
+from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
+from tests.fakes.faulty_calls import Fault, injected
+
+FOREVER = 10**9
+PROGRAM = training(lambda: MLP(rows=8192), MLP(rows=8192).batch, steps=10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """The program with memory for everything, and budgets under which tensors have to leave."""
+
+    unlimited: Run
+    wide_bytes: int
+    narrow_bytes: int
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    torch.set_num_threads(1)
+    best = unlimited(PROGRAM)
+    wide, narrow = (_budget_bytes(tight(PROGRAM, best, part)) for part in (0.95, 0.5))
+    return Reference(unlimited=best, wide_bytes=wide, narrow_bytes=narrow)
+
+
+def _budget_bytes(limited: Run) -> int:
+    """The run's budget, and something for measurements that differ from run to run."""
+    budget = limited.options["device_budget"]
+    assert isinstance(budget, int)
+    return budget + budget // 8
+
+
+def test_tensors_that_cannot_leave_stay_where_there_is_room(reference: Reference) -> None:
+    # Room for one file's first growth, and none after that.
+    with injected(Fault(call="grow", what=errno.ENOSPC, at=2, times=FOREVER)) as calls:
+        limited = run(PROGRAM, device_budget=reference.wide_bytes)
+    assert calls.counts["write"] > 0
+    assert_same(reference.unlimited, limited)
+
+
+def test_one_failed_write_changes_no_bit_and_is_told(reference: Reference) -> None:
+    with injected(Fault(call="write", what=errno.EIO, at=4, times=2)) as calls:
+        limited = run(PROGRAM, device_budget=reference.narrow_bytes)
+    assert calls.num_injected == 2
+    assert_same(reference.unlimited, limited)
+    told = "\n".join(limited.statuses[-1].fallbacks)
+    assert "could not leave, and stayed on the device" in told
+    assert "EIO: Input/output error" in told
+
+
+def test_host_memory_takes_what_storage_cannot(reference: Reference) -> None:
+    # Not in the first steps: there, copies in this process's memory would count as workspace.
+    def program(this: Run) -> None:
+        with injected(Fault(call="write", what=errno.EIO, at=12, times=FOREVER)) as calls:
+            PROGRAM(this)
+        assert calls.num_injected > 0
+
+    limited = tight(program, reference.unlimited, 0.4, host_budget="1GiB")
+    assert_same(reference.unlimited, limited)
+    assert max(status.bytes_out.get("host", 0) for status in limited.statuses) > 0
+
+
+def test_a_full_disk_and_no_room_is_an_error_that_says_both(reference: Reference) -> None:
+    with (
+        injected(Fault(call="grow", what=errno.ENOSPC, at=1, times=FOREVER)),
+        pytest.raises(
+            StorageFullError,
+            match=r"needs .* in .*No space left on device.*; saved activations take .* where .* "
+            r"are left of device_budget.*make room in storage",
+        ),
+    ):
+        run(PROGRAM, device_budget=reference.narrow_bytes)
+
+
+def test_a_plan_that_no_longer_fits_says_that_storage_has_failed(reference: Reference) -> None:
+    with (
+        injected(Fault(call="write", what=errno.EIO, at=8, times=FOREVER)),
+        pytest.raises(
+            (InfeasibleBudgetError, OSError), match=r"device_budget|device budget.*EIO"
+        ) as caught,
+    ):
+        run(PROGRAM, device_budget=reference.narrow_bytes * 7 // 8)
+    assert "EIO" in str(caught.value)
+
+
+def test_strict_refuses_to_go_on_after_a_fault(reference: Reference) -> None:
+    with (
+        injected(Fault(call="write", what=errno.EIO, at=4, times=2)),
+        pytest.raises(FallbackRefusedError, match=r"strict is set, and .* could not leave"),
+    ):
+        run(PROGRAM, device_budget=reference.narrow_bytes, strict=True)
