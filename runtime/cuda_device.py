@@ -191,7 +191,7 @@ class CudaDevice(Device):
         return (*super().fallbacks, *filter(None, pageable))
 
     def hardware(self) -> Hardware:
-        directories = [store.directory for store in self.storage.stores]
+        directories = [store.directory for store in self.storage.stores if store.in_use]
         host_bytes = int(self.pool.limit_bytes * _HOST_CAPACITY_FRACTION)
         return Hardware(
             device=self.name,
@@ -199,7 +199,7 @@ class CudaDevice(Device):
             host_capacity_bytes=host_bytes,
             storage_capacity_bytes=self.storage.free_bytes + self.storage.bytes_in_use,
             host_link=host_link(self.type) if host_bytes else None,
-            storage_link=storage_link(directories),
+            storage_link=storage_link(directories) if directories else None,
         )
 
     def capacity_bytes(self) -> int:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from teraplan.errors import BudgetExceededError, StorageError, UnsupportedError
+from teraplan.errors import BudgetExceededError, DeadlineError, StorageError, UnsupportedError
 from teraplan.graph_table import GraphTable
 from teraplan.hardware import Tier
 from teraplan.plan import Migration
@@ -41,7 +41,7 @@ class Engine:
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int] | None = None
         self.stalls: list[StallRecord] = []
-        self.faults: list[StorageError] = []
+        self.faults: list[StorageError | DeadlineError] = []
         """Why tensors of this step could not leave, and stayed."""
         self._schedule: Schedule | None = None
         self._views: dict[int, View] = {}
@@ -342,7 +342,7 @@ class Engine:
             return
         try:
             self._stalled(saved, saved.copy.wait_out())
-        except StorageError as error:  # the tensor is whole
+        except (StorageError, DeadlineError) as error:  # the tensor is whole
             self.faults.append(_bare(error))
             saved.copy.drop()
             saved.copy = None if saved.modified else self._start_out(saved, Tier.HOST)
@@ -426,7 +426,7 @@ class Engine:
             self.managed_bytes -= saved.nbytes
 
 
-def _bare(error: StorageError) -> StorageError:
+def _bare(error: StorageError | DeadlineError) -> StorageError | DeadlineError:
     """The error without its causes and their frames, which hold the user's tensors."""
     bare = copy.copy(error)
     bare.errno = error.errno

@@ -26,7 +26,6 @@ from teraplan.errors import (
     FallbackRefusedError,
     InfeasibleBudgetError,
     PlanMismatchError,
-    StorageError,
     TeraplanError,
 )
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
@@ -87,6 +86,7 @@ class Session:
         self._optimizer_steps = 0
         self._error: TeraplanError | None = None
         self._fault = ""
+        self._num_stores = len(device.stores())
         self.reports = ReportFiles(config.report)
         self.plans = PlanMaker(config, device, self.reports)
         self._hook = register_optimizer_step_post_hook(_after_optimizer(weakref.ref(self)))
@@ -197,7 +197,7 @@ class Session:
         self.steps += 1
         transfers = self.device.take_transfers()
         compiled, self._compiles_seen = self._compiles != self._compiles_seen, self._compiles
-        faults, self.engine.faults = self.engine.faults, []
+        faults = self._take_faults()
         if case.schedule is not None:
             self._finish_planned_step(case, recorder, transfers)
         elif not compiled and case.repeats:
@@ -208,13 +208,22 @@ class Session:
         if faults:
             self._plan_around(case, faults)
 
-    def _plan_around(self, case: Case, faults: list[StorageError]) -> None:
-        """Tensors could not leave, and stayed: plan anew with the storage that there is now."""
-        case.schedule, self._fault = None, str(faults[0])
+    def _take_faults(self) -> list[str]:
+        """What has gone wrong with storage in the step that has ended."""
+        stays = "could not leave the device, and stayed"
+        faults = [f"{stays}: {error}" for error in self.engine.faults]
+        self.engine.faults = []
+        working = sum(store.in_use for store in self.device.stores())
+        if working < self._num_stores:
+            faults.append(f"{self._num_stores - working} storage directories are out of use")
+        self._num_stores = working
+        return faults
+
+    def _plan_around(self, case: Case, faults: list[str]) -> None:
+        """Storage takes less than before: plan anew with what it takes now."""
+        case.schedule, self._fault = None, faults[0]
         self.plans.forget_room(case)
-        self._fall_back(
-            f"{len(faults)} tensors could not leave, and stayed on the device: {self._fault}"
-        )
+        self._fall_back(f"of {len(faults)} faults of storage the first: {faults[0]}")
 
     def _check_repeats(self, case: Case) -> None:
         if not case.repeats:

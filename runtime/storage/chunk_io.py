@@ -2,37 +2,52 @@
 
 import errno
 import logging
-import os
 from pathlib import Path
 
 from teraplan.errors import IntegrityError, StorageError, StorageFullError
 from teraplan.run_record import Direction
 from teraplan.runtime.storage.arena import Arena
+from teraplan.runtime.storage.file_system import available_bytes
 from teraplan.runtime.storage.transfers import Chunk
 from teraplan.units import format_nbytes
 
 _log = logging.getLogger(__name__)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_MAY_PASS = frozenset({errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOMEM})
+"""What is tried once more: a link that was reset or a device that was busy."""
 
 
 def move(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
-    """Writes or reads `chunk`, as its transfer says.
+    """Writes or reads `chunk`, as its transfer says; a second time if the first fails.
 
     Raises:
-        StorageError: the system call failed; names tensor, directory, offset and cause.
+        StorageError: the system calls failed; names tensor, directory, offset and cause.
         IntegrityError: the bytes differ from those that were written, also when read again.
     """
     if chunk.transfer.after is not None:
         chunk.transfer.after()
     try:
-        if chunk.transfer.direction is Direction.OUT:
-            _write(arena, chunk, checksum=checksum)
-        else:
-            _read(arena, chunk, directory, checksum=checksum)
+        _move_once(arena, chunk, directory, checksum=checksum)
     except IntegrityError:
         raise
     except OSError as error:
-        raise _named(error, chunk, directory) from error
+        named = _named(error, chunk, directory)
+        if error.errno not in _MAY_PASS:
+            raise named from error
+        _log.warning("%s; trying once more", named)
+        try:
+            _move_once(arena, chunk, directory, checksum=checksum)
+        except IntegrityError:
+            raise
+        except OSError as second:
+            raise _named(second, chunk, directory) from second
+
+
+def _move_once(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
+    if chunk.transfer.direction is Direction.OUT:
+        _write(arena, chunk, checksum=checksum)
+    else:
+        _read(arena, chunk, directory, checksum=checksum)
 
 
 def _write(arena: Arena, chunk: Chunk, *, checksum: bool) -> None:
@@ -42,7 +57,7 @@ def _write(arena: Arena, chunk: Chunk, *, checksum: bool) -> None:
         return
     if checksum:
         chunk.record.checksums[chunk.index] = arena.checksum(chunk.address, chunk.nbytes)
-    arena.write(chunk.address, chunk.nbytes, chunk.offset)
+    arena.write(chunk.address, chunk.nbytes, chunk.place.offset)
 
 
 def _read(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
@@ -50,7 +65,7 @@ def _read(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> Non
         chunk.record.restore_ends(chunk.record_address)
     if not chunk.nbytes:
         return
-    arena.read(chunk.address, chunk.nbytes, chunk.offset)
+    arena.read(chunk.address, chunk.nbytes, chunk.place.offset)
     if checksum:
         _verify(arena, chunk, directory)
 
@@ -63,13 +78,13 @@ def _verify(arena: Arena, chunk: Chunk, directory: Path) -> None:
             return
         _log.warning(
             "checksum of %s at offset %d in %s differs on the %s read",
-            *(chunk.transfer.label, chunk.offset, directory, attempt),
+            *(chunk.transfer.label, chunk.place.offset, directory, attempt),
         )
         if attempt == "first":  # a flip on the way back, not on the disk, is gone the second time
-            arena.read(chunk.address, chunk.nbytes, chunk.offset)
+            arena.read(chunk.address, chunk.nbytes, chunk.place.offset)
     raise IntegrityError(
-        f"{chunk.transfer.label}: {format_nbytes(chunk.nbytes)} at offset {chunk.offset} of the "
-        f"spill file in {directory} came back changed (checksum {found:016x}, written "
+        f"{chunk.transfer.label}: {format_nbytes(chunk.nbytes)} at offset {chunk.place.offset} of "
+        f"the spill file in {directory} came back changed (checksum {found:016x}, written "
         f"{expected:016x}); the disk, its driver or the memory is faulty, or the tensor was "
         "changed while it was being written"
     )
@@ -82,7 +97,7 @@ def _named(error: OSError, chunk: Chunk, directory: Path) -> StorageError:
     cause = f"{errno.errorcode.get(error.errno or 0, 'error')}: {text}"
     named = kind(
         f"{chunk.transfer.label}: {'write' if is_write else 'read'} of "
-        f"{format_nbytes(chunk.nbytes)} at offset {chunk.offset} of the spill file in "
+        f"{format_nbytes(chunk.nbytes)} at offset {chunk.place.offset} of the spill file in "
         f"{directory} failed ({cause})"
         + (_full_advice(directory) if kind is StorageFullError else "")
     )
@@ -91,5 +106,4 @@ def _named(error: OSError, chunk: Chunk, directory: Path) -> StorageError:
 
 
 def _full_advice(directory: Path) -> str:
-    facts = os.statvfs(directory)
-    return f"; {format_nbytes(facts.f_bavail * facts.f_frsize)} are free there"
+    return f"; {format_nbytes(available_bytes(directory))} are free there"

@@ -95,8 +95,14 @@ def direct_alignment(fd: int) -> DirectAlignment | None:
 
 
 def available_bytes(directory: Path) -> int:
-    """Bytes that this user may still write to the file system of `directory`."""
-    facts = os.statvfs(directory)
+    """Bytes that this user may still write to the file system of `directory`.
+
+    None in a directory that has disappeared, which is no error here: its file is still open.
+    """
+    try:
+        facts = os.statvfs(directory)
+    except OSError:
+        return 0
     return facts.f_bavail * facts.f_frsize
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from teraplan.errors import ConfigError, StorageError, StorageFullError
+from teraplan.errors import ConfigError, StorageError
 from teraplan.run_record import Direction
 from teraplan.runtime.storage.directories import OpenedDirectory, open_directory, why_not
 from teraplan.runtime.storage.file_system import available_bytes
 from teraplan.runtime.storage.store import WORKERS, Store
+from teraplan.runtime.storage.traffic import Traffic
 from teraplan.runtime.storage.transfers import Record, Transfer
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class StoreInfo:
     used_bytes: int
     written_bytes: int
     read_bytes: int
+    in_use: bool
+    """False after it has failed: what lies there is read, nothing more is written."""
     fallbacks: tuple[str, ...]
 
 
@@ -58,10 +61,7 @@ class Storage:
         self._owner_pid = os.getpid()
         self._closed = False
         self._closing = threading.Lock()
-        self._stores = tuple(
-            Store(one.directory, one.arena, index=index, checksum=checksum, workers=workers)
-            for index, one in enumerate(opened)
-        )
+        self.traffic = Traffic(opened, checksum=checksum, workers=workers)
         _open_sessions.append(self)
 
     @classmethod
@@ -126,28 +126,34 @@ class Storage:
     @property
     def takes_device_memory(self) -> bool:
         """Whether addresses given to `put` and `get` are those of the accelerator (GDS)."""
-        return self._stores[0].arena.takes_device_memory
+        return self._opened[0].arena.takes_device_memory
 
     @property
     def stores(self) -> tuple[StoreInfo, ...]:
         """The directories as they are used now."""
         self._check_process("status")
         return tuple(
-            _info(opened, store) for opened, store in zip(self._opened, self._stores, strict=True)
+            _info(opened, store, self.traffic.room(store))
+            for opened, store in zip(self._opened, self.traffic.stores, strict=True)
         )
 
     @property
     def bytes_in_use(self) -> int:
         """Bytes of the files that records take."""
         self._check_process("status")
-        return sum(store.room()[0] for store in self._stores)
+        return sum(self.traffic.room(store)[0] for store in self.traffic.stores)
 
     @property
     def free_bytes(self) -> int:
         """Bytes that can still be put: free on each disk once, and free in each file."""
         self._check_process("status")
-        on_disks = {one.disk.device: available_bytes(one.directory) for one in self._opened}
-        return sum(on_disks.values()) + sum(store.room()[1] for store in self._stores)
+        on_disks: dict[str, int] = {}
+        in_files = 0
+        for one, store in zip(self._opened, self.traffic.stores, strict=True):
+            if store.why_retired is None:
+                on_disks[one.disk.device] = available_bytes(one.directory)
+                in_files += self.traffic.room(store)[1]
+        return sum(on_disks.values()) + in_files
 
     def put(
         self,
@@ -168,14 +174,7 @@ class Storage:
             StorageFullError: no directory has room; nothing has been queued.
         """
         self._check_process(label)
-        full: StorageFullError | None = None
-        for store in self._by_load():
-            try:
-                return store.put(address, nbytes, owner=owner, label=label, after=after)
-            except StorageFullError as error:
-                full = error
-        assert full is not None, "a storage has at least one directory"
-        raise full
+        return self.traffic.put(address, nbytes, owner=owner, label=label, after=after)
 
     def get(
         self,
@@ -193,13 +192,12 @@ class Storage:
         the read follows the write; if that failed, so does this.
         """
         self._check_process(record.write.label)
-        store = self._stores[record.store_index]
-        return store.get(record, address, owner=owner, urgent=urgent, after=after)
+        return self.traffic.get(record, address, owner=owner, urgent=urgent, after=after)
 
     def drop(self, record: Record) -> None:
         """Gives the record's room back, when its I/O has ended. Any time, any number of times."""
         if os.getpid() == self._owner_pid and not self._closed:
-            self._stores[record.store_index].drop(record)
+            self.traffic.drop(record)
 
     def wait(self, transfer: Transfer, *, what: str) -> int:
         """Nanoseconds waited until `transfer` ended; what is waited for goes first in its queue.
@@ -213,8 +211,7 @@ class Storage:
                 raise transfer.error
             return 0
         self._check_process(transfer.label)
-        store = next(s for s in self._stores if str(s.directory) == transfer.store)
-        return store.wait(transfer, what=what, deadline_s=self._deadline_s)
+        return self.traffic.wait(transfer, what=what, deadline_s=self._deadline_s)
 
     def close(self) -> None:
         """Ends running I/O, fails queued I/O, joins the threads, deletes the files.
@@ -226,21 +223,14 @@ class Storage:
             if self._closed or os.getpid() != self._owner_pid:
                 return
             self._closed = True
-        if all(store.can_wait_here() for store in self._stores):
+        if self.traffic.can_wait_here():
             self._close_stores()
         else:
             threading.Thread(target=self._close_stores, name="teraplan-close", daemon=True).start()
 
     def _close_stores(self) -> None:
-        for store in self._stores:
-            store.close(self._deadline_s)
+        self.traffic.close(self._deadline_s)
         _open_sessions.remove(self)
-
-    def _by_load(self) -> list[Store]:
-        # The shortest queue first; of idle ones the one with the most room in proportion.
-        if len(self._stores) == 1:
-            return list(self._stores)
-        return sorted(self._stores, key=lambda store: (store.pending_bytes, _fullness(store)))
 
     def _check_process(self, label: str) -> None:
         if os.getpid() != self._owner_pid:
@@ -250,28 +240,27 @@ class Storage:
             )
 
     def _forget_in_child(self) -> None:
-        for store in self._stores:
-            store.arena.forget()
+        for one in self._opened:
+            one.arena.forget()
 
 
-def _fullness(store: Store) -> float:
-    taken, free = store.room()
-    return taken / (taken + free + available_bytes(store.directory) + 1)
-
-
-def _info(opened: OpenedDirectory, store: Store) -> StoreInfo:
-    taken, free = store.room()
+def _info(opened: OpenedDirectory, store: Store, room: tuple[int, int]) -> StoreInfo:
+    taken, free = room
+    fallbacks = opened.fallbacks
+    if store.why_retired is not None:
+        fallbacks += (f"nothing more is written to {store.name}: {store.why_retired}",)
     return StoreInfo(
         directory=opened.directory,
         path=opened.arena.path,
         file_system=opened.disk.file_system,
         disk=opened.disk.disk,
         device=opened.disk.device,
-        free_bytes=available_bytes(opened.directory) + free,
+        free_bytes=available_bytes(opened.directory) + free if not store.why_retired else 0,
         used_bytes=taken,
         written_bytes=store.written_bytes,
         read_bytes=store.read_bytes,
-        fallbacks=opened.fallbacks,
+        in_use=store.why_retired is None,
+        fallbacks=fallbacks,
     )
 
 

@@ -1,4 +1,4 @@
-"""What is under way: a Record lies in a store, a Transfer moves it, in Chunks.
+"""What is under way: a Record lies in stores, a Transfer moves it, in Chunks.
 
     address                                     address + nbytes
     | head |          body, in chunks          | tail |      head, tail: copies in RAM
@@ -6,12 +6,14 @@
 
 Direct I/O wants aligned memory. A tensor is where it is, so what lies before the first aligned
 address and after the last whole block (a few KiB at most) stays in RAM and no byte of the body is
-copied. It comes back without a copy, too, if it lands at an address with the same remainder.
+copied. It comes back without a copy, too, if it lands at an address with the same remainder. Each
+chunk has a place of its own: those of a large tensor are spread over all stores.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import NamedTuple
 
 from teraplan.errors import StorageError
 from teraplan.run_record import Direction
@@ -91,7 +93,7 @@ class Transfer:
 
 
 class Record:
-    """Bytes that lie in a store.
+    """Bytes that lie in one or several stores.
 
     Attributes:
         nbytes: how many.
@@ -109,11 +111,11 @@ class Record:
         "body_bytes",
         "checksums",
         "dropped",
+        "extents",
         "nbytes",
         "num_chunks",
         "num_under_way",
-        "offset",
-        "store_index",
+        "places",
         "waiting_reads",
         "write",
     )
@@ -127,10 +129,12 @@ class Record:
         # A record that is small enough to be all ends may land anywhere.
         self.alignment = alignment if self.body_bytes else 1
         self.address_remainder = address % self.alignment
-        self.offset = 0
         self.num_chunks = max(1, -(-self.body_bytes // CHUNK_BYTES))
         self.checksums = [0] * self.num_chunks
-        self.store_index = 0
+        self.places: list[Place] = []
+        """Of each chunk."""
+        self.extents: list[Extent] = []
+        """What is to be given back when the record has been dropped."""
         self.num_under_way = 0
         self.dropped = False
         self.waiting_reads: list[tuple[Transfer, int]] = []
@@ -156,20 +160,38 @@ class Record:
 
         There is at least one, so that the ends, too, are copied by a worker after `after`.
         """
-        for index in range(self.num_chunks):
-            start = index * CHUNK_BYTES
+        for index, place in enumerate(self.places):
             yield Chunk(
                 transfer=transfer,
                 record=self,
                 index=index,
                 record_address=address,
-                address=address + self._head_bytes + start,
-                offset=self.offset + start,
-                nbytes=min(CHUNK_BYTES, self.body_bytes - start),
+                address=address + self._head_bytes + index * CHUNK_BYTES,
+                place=place,
+                nbytes=self.chunk_bytes(index),
             )
 
+    def chunk_bytes(self, index: int) -> int:
+        """Length of the chunk of this number."""
+        return min(CHUNK_BYTES, self.body_bytes - index * CHUNK_BYTES)
 
-@dataclass(slots=True, kw_only=True)
+
+class Place(NamedTuple):
+    """Where a chunk lies."""
+
+    store: int
+    offset: int
+
+
+class Extent(NamedTuple):
+    """A part of a store's file that a record has."""
+
+    store: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Chunk:
     """What one worker moves in one piece."""
 
@@ -178,7 +200,17 @@ class Chunk:
     index: int
     record_address: int
     address: int
-    offset: int
+    place: Place
     nbytes: int
     taken: bool = False
     """Set when a worker has it: a promoted chunk is in two queues."""
+    start_ns: int = 0
+    """When a worker took it, 0 before."""
+    abandoned: bool = False
+    """Its worker is stuck, and another one writes the same bytes elsewhere."""
+    owner: object = None
+    """What an abandoned chunk keeps alive until its worker comes back."""
+    was_moved: bool = False
+    """It was to be written to another store at first."""
+    failed_in: frozenset[int] = frozenset()
+    """Stores that could not write it."""

@@ -46,5 +46,14 @@ class WorkQueue:
                     return chunk
         return None
 
+    def take_last_write(self) -> Chunk | None:
+        """The write that would be moved last, None if none is queued that is not urgent."""
+        while self._writes:
+            chunk = self._writes.pop()
+            if not chunk.taken:
+                chunk.taken = True
+                return chunk
+        return None
+
     def _of(self, transfer: Transfer) -> deque[Chunk]:
         return self._reads if transfer.direction is Direction.BACK else self._writes

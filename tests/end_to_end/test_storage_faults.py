@@ -52,7 +52,7 @@ def test_one_failed_write_changes_no_bit_and_is_told(reference: Reference) -> No
     assert calls.num_injected == 2
     assert_same(reference.unlimited, limited)
     told = "\n".join(limited.statuses[-1].fallbacks)
-    assert "could not leave, and stayed on the device" in told
+    assert "could not leave the device, and stayed" in told
     assert "EIO: Input/output error" in told
 
 

@@ -39,7 +39,7 @@ class World:
         self.storage = Storage.open(
             [default_directory()], deadline_s=deadline_s, workers=THREE_WORKERS
         )
-        self.arena = self.storage._stores[0].arena
+        self.arena = self.storage._opened[0].arena
         self.arena.takes_device_memory = direct
         self.storage_gate = threading.Event()
         self.storage_gate.set()

@@ -193,7 +193,7 @@ def test_room_of_a_dropped_record_is_reused_only_after_its_write(
         storage.drop(record)
         assert storage.bytes_in_use == MIB
         other = storage.put(block.ctypes.data, MIB, owner=block, label="u")
-        assert other.offset != record.offset
+        assert other.places[0].offset != record.places[0].offset
         gate.set()
         storage.wait(record.write, what="the test")
         storage.wait(other.write, what="the test")
@@ -224,7 +224,7 @@ def test_a_flipped_bit_on_disk_is_found_and_named(
     with open_storage() as storage:
         record = storage.put(original.ctypes.data, original.nbytes, owner=original, label="act3")
         storage.wait(record.write, what="the test")
-        _flip(storage, record.offset * 8 + bit)
+        _flip(storage, record.places[0].offset * 8 + bit)
         landing = memory(original.nbytes, record.address_remainder)
         transfer = storage.get(record, landing.ctypes.data, owner=landing)
         with pytest.raises(IntegrityError, match=r"act3: .* at offset \d+ .* came back changed"):
@@ -233,7 +233,7 @@ def test_a_flipped_bit_on_disk_is_found_and_named(
 
 
 def _flip(storage: Storage, bit: int) -> None:
-    fd = storage._stores[0].arena.fd
+    fd = storage._opened[0].arena.fd
     with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
         file.seek(bit // 8)
         byte = file.read(1)[0]
@@ -325,5 +325,5 @@ def test_the_same_step_reuses_the_same_extents(open_storage: OpenStorage, memory
             for record in reversed(records):
                 storage.wait(record.write, what="the test")
                 storage.drop(record)
-            steps.append([record.offset for record in records])
+            steps.append([record.places[0].offset for record in records])
         assert steps[0] == steps[1] == steps[2]

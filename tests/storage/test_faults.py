@@ -63,7 +63,7 @@ def test_a_failed_write_names_everything_and_shows_in_its_read(
     storage: Storage, memory: Memory, monkeypatch: pytest.MonkeyPatch, disk: Path
 ) -> None:
     tensor = memory(NBYTES, 64, seed=1)
-    monkeypatch.setattr(posix_arena, "pwritev", Faulty(os.pwritev, _fails_with(errno.EIO), at=2))
+    monkeypatch.setattr(posix_arena, "pwritev", Faulty(os.pwritev, _fails_with(errno.EIO)))
     record = _put(storage, tensor)
     read = storage.get(record, tensor.ctypes.data, owner=tensor)
     message = (
@@ -93,7 +93,7 @@ def test_a_disk_that_fills_up_under_a_write_is_full(
 def test_a_file_that_ends_early_is_an_error(storage: Storage, memory: Memory) -> None:
     record = _put(storage, memory(NBYTES, 64, seed=1))
     storage.wait(record.write, what="the test")
-    os.ftruncate(storage._stores[0].arena.fd, record.offset + 9 * MIB)
+    os.ftruncate(storage._opened[0].arena.fd, record.places[0].offset + 9 * MIB)
     landing = memory(NBYTES, record.address_remainder)
     transfer = storage.get(record, landing.ctypes.data, owner=landing)
     with pytest.raises(StorageError, match=r"act3: read .* ended after \d+ of \d+ bytes"):
@@ -161,7 +161,7 @@ def test_whichever_call_fails_nothing_hangs_or_leaks(
     tensors = [memory(n * MIB + 100, 64, seed=n) for n in (1, 9, 17)]
     for at in range(1, 50):
         with Storage.open([disk], deadline_s=5.0) as storage:
-            faulty = Faulty(getattr(os, call), _fails_with(errno.EIO), at=at)
+            faulty = Faulty(getattr(os, call), _fails_with(errno.ENXIO), at=at)
             monkeypatch.setattr(posix_arena, call, faulty)
             records = [_put(storage, tensor) for tensor in tensors]
             transfers = [record.write for record in records]
@@ -216,7 +216,7 @@ def test_a_full_directory_leaves_the_record_to_the_next_one(
     other = disk / "other"
     other.mkdir(exist_ok=True)
     with Storage.open([disk, other]) as storage:
-        full_fd = storage._stores[0].arena.fd
+        full_fd = storage._opened[0].arena.fd
 
         def full(fd: int, offset: int, nbytes: int) -> None:
             if fd == full_fd:
@@ -284,7 +284,7 @@ def test_a_worker_that_dies_is_reported_to_those_who_wait(
     def die(*arguments: object) -> None:
         raise MemoryError("a bug in the worker")
 
-    monkeypatch.setattr(store.Store, "_count", die)
+    monkeypatch.setattr(store.Store, "count", die)
     first = _put(storage, memory(MIB), "first")
     with pytest.raises(StorageError, match="a storage worker died of MemoryError"):
         storage.wait(first.write, what="site 3")

@@ -52,7 +52,7 @@ def test_the_file_is_private_and_has_no_name(disk: Path, memory: Memory) -> None
     finally:
         os.umask(old_mask)
     with storage:
-        fd = storage._stores[0].arena.fd
+        fd = storage._opened[0].arena.fd
         facts = os.fstat(fd)
         assert stat.S_IMODE(facts.st_mode) == 0o600
         assert facts.st_nlink == 0
@@ -83,7 +83,7 @@ def test_a_file_system_without_unnamed_files_gets_a_private_one_for_a_moment(
     with Storage.open([disk]) as storage:
         assert set(disk.rglob("*")) == before
         assert seen == [0o700]
-        assert stat.S_IMODE(os.fstat(storage._stores[0].arena.fd).st_mode) == 0o600
+        assert stat.S_IMODE(os.fstat(storage._opened[0].arena.fd).st_mode) == 0o600
         tensor = memory(MIB, 64, seed=1)
         record = storage.put(tensor.ctypes.data, MIB, owner=tensor, label="t")
         assert np.array_equal(read_back(storage, record), tensor)
@@ -217,7 +217,7 @@ def test_dropping_in_a_finalizer_under_the_stores_own_lock_does_not_hang(
     with Storage.open([disk]) as storage:
         record = storage.put(tensor.ctypes.data, MIB, owner=tensor, label="t")
         storage.wait(record.write, what="the test")
-        with storage._stores[0]._lock:  # as if garbage collection ran inside a locked part
+        with storage.traffic.lock:  # as if garbage collection ran inside a locked part
             storage.drop(record)
         assert storage.bytes_in_use == 0
 
@@ -231,7 +231,7 @@ def test_garbage_collection_may_close_the_storage_anywhere(
     if where == "in a worker":
         storage.put(tensor.ctypes.data, MIB, owner=tensor, label="t", after=storage.close)
     else:
-        with storage._stores[0]._lock:
+        with storage.traffic.lock:
             storage.close()
     until = time.monotonic() + 10
     while _storage_threads() and time.monotonic() < until:

@@ -1,5 +1,5 @@
 from teraplan.run_record import Direction
-from teraplan.runtime.storage.transfers import Record, Transfer
+from teraplan.runtime.storage.transfers import CHUNK_BYTES, Place, Record, Transfer
 from teraplan.runtime.storage.work_queue import WorkQueue
 from teraplan.units import MIB
 
@@ -12,6 +12,7 @@ def _add(queue: WorkQueue, label: str, direction: Direction, *, urgent: bool = F
     )
     transfer.urgent = urgent
     record = Record(0, 16 * MIB, alignment=512, block_bytes=4096)
+    record.places = [Place(0, 0), Place(0, CHUNK_BYTES)]
     queue.add(transfer, record.chunks(transfer, 0))
     return transfer
 
@@ -48,3 +49,12 @@ def test_urgent_goes_before_everything_and_is_taken_once() -> None:
     assert len(queue) == 11
     assert _order(queue, READ)[:4] == ["late.0", "late.1", "urgent.0", "urgent.1"]
     assert len(queue) == 0
+
+
+def test_the_last_write_can_be_given_away_and_is_then_gone() -> None:
+    queue = _filled()
+    given = queue.take_last_write()
+    assert given is not None
+    assert f"{given.transfer.label}.{given.index}" == "w2.1"
+    assert _order(queue, WRITE)[:3] == ["w1.0", "w1.1", "w2.0"]
+    assert queue.take_last_write() is None

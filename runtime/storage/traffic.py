@@ -1,0 +1,402 @@
+"""What is under way between memory and the stores.
+
+    put -> places -> each store's queue -> workers -> ended -> all chunks ended -> done
+    get ->  (after its write)  -^
+
+One lock guards all of it; it is held for instants only. A worker never waits for another transfer:
+a read of a record whose write has not ended is kept with the record and joins the queues when the
+write ends, so no order of calls can dead-lock. A chunk that one store cannot write goes to another:
+its bytes are in memory until its transfer is done.
+"""
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+
+from teraplan.errors import DeadlineError, StorageError
+from teraplan.run_record import Direction
+from teraplan.runtime.storage.describe import deadline_text
+from teraplan.runtime.storage.directories import OpenedDirectory
+from teraplan.runtime.storage.placement import place, place_one
+from teraplan.runtime.storage.store import Store
+from teraplan.runtime.storage.transfers import CHUNK_BYTES, Chunk, Place, Record, Transfer
+
+_WORTH_TAKING = 1.5
+"""A queued write goes to an idle store that needs less time for it by this factor."""
+
+
+class Traffic:
+    """See the module's text. Every method may be called by any thread, except where it says so."""
+
+    def __init__(
+        self,
+        opened: Sequence[OpenedDirectory],
+        *,
+        checksum: bool,
+        workers: tuple[Direction, ...],
+    ) -> None:
+        self.lock = threading.Lock()
+        # Everything below is guarded by the lock.
+        self._ended = threading.Condition(self.lock)
+        self._drops: deque[Record] = deque()
+        self._closed_because: str | None = None
+        self._worker_died = False
+        self.alignment = max(one.arena.memory_alignment for one in opened)
+        self._block_bytes = max(one.arena.block_bytes for one in opened)
+        self.stores = tuple(
+            Store(
+                one.directory,
+                one.arena,
+                index=index,
+                checksum=checksum,
+                workers=workers,
+                lock=self.lock,
+                reports=self,
+            )
+            for index, one in enumerate(opened)
+        )
+        for store in self.stores:  # not earlier: workers look at each other's queues
+            store.start()
+
+    # ---- called by the session ------------------------------------------------------------------
+
+    def put(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        owner: object,
+        label: str,
+        after: Callable[[], object] | None,
+    ) -> Record:
+        """Reserves room, queues the write, and returns at once.
+
+        Raises:
+            StorageFullError: no room; nothing has been queued.
+        """
+        record = Record(address, nbytes, alignment=self.alignment, block_bytes=self._block_bytes)
+        with self.lock:
+            self._check_open(label)
+            self._free_dropped()
+            place(record, self.stores, label)
+            record.write = self._begin(record, label, Direction.OUT, owner, after)
+            self._start(record.write, address)
+        return record
+
+    def get(
+        self,
+        record: Record,
+        address: int,
+        *,
+        owner: object,
+        urgent: bool,
+        after: Callable[[], object] | None,
+    ) -> Transfer:
+        """Queues the read of `record` into the memory at `address`, and returns at once."""
+        label = record.write.label
+        assert address % record.alignment == record.address_remainder, (
+            f"{label} left address {record.address_remainder} modulo {record.alignment} "
+            f"and cannot land at {address % record.alignment}"
+        )
+        with self.lock:
+            self._check_open(label)
+            assert not record.dropped, f"{label} was dropped and cannot be read"
+            transfer = self._begin(record, label, Direction.BACK, owner, after)
+            transfer.urgent = urgent
+            if record.write.done:
+                self._start(transfer, address)
+            else:
+                record.waiting_reads.append((transfer, address))
+                if urgent:
+                    self._promote(transfer)
+        return transfer
+
+    def drop(self, record: Record) -> None:
+        """Gives the record's room back as soon as no I/O uses it. Safe in finalizers.
+
+        A finalizer may run at any point of a thread that holds the lock, so this must not wait
+        for it: what cannot be freed now is freed by the next call or the next finished chunk.
+        """
+        self._drops.append(record)
+        if self.lock.acquire(blocking=False):
+            try:
+                self._free_dropped()
+            finally:
+                self.lock.release()
+
+    def wait(self, transfer: Transfer, *, what: str, deadline_s: float) -> int:
+        """Nanoseconds that it took until `transfer` had ended; makes it urgent.
+
+        After half of the deadline without progress, what a stuck store was to write is written
+        elsewhere.
+
+        Raises:
+            DeadlineError: nothing of the transfer moved for `deadline_s` seconds.
+            StorageError: the transfer failed.
+        """
+        began_ns = perf_counter_ns()
+        with self.lock:
+            if not transfer.done:
+                self._promote(transfer)
+            while not transfer.done:
+                if self._worker_died:
+                    raise StorageError(f"{what}: {transfer.label}: {self._closed_because}")
+                last_ns = max(began_ns, self._progress_ns(transfer))
+                idle_s = (perf_counter_ns() - last_ns) / 1e9
+                if idle_s >= deadline_s / 2:
+                    self._leave_stuck_stores(deadline_s, idle_s)
+                if idle_s >= deadline_s:
+                    raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
+                half_s = deadline_s / 2 - idle_s
+                self._ended.wait(half_s if half_s > 0 else deadline_s - idle_s)
+        if transfer.error is not None:
+            raise transfer.error
+        return perf_counter_ns() - began_ns
+
+    def room(self, store: Store) -> tuple[int, int]:
+        """Bytes of `store` taken by records, and bytes of its file that are free."""
+        with self.lock:
+            self._free_dropped()
+            return store.space.taken_bytes, store.space.free_bytes
+
+    def can_wait_here(self) -> bool:
+        """Whether the calling thread may wait for workers: it is none, and does not hold the lock.
+
+        The lock is only ever held for an instant, unless by the caller itself.
+        """
+        if any(threading.current_thread() in store.threads for store in self.stores):
+            return False
+        if not self.lock.acquire(timeout=1.0):
+            return False
+        self.lock.release()
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Ends running I/O, fails what is queued, joins the threads, deletes the files."""
+        self._stop("the storage was closed")
+        until_ns = perf_counter_ns() + int(timeout_s * 1e9)
+        for store in self.stores:
+            store.close(until_ns)
+
+    # ---- called by workers ----------------------------------------------------------------------
+
+    def ended(self, store: Store, worker: int, chunk: Chunk, error: StorageError | None) -> None:
+        """A worker has moved `chunk`, or could not."""
+        transfer = chunk.transfer
+        with self.lock:
+            store.count(worker, chunk, error)
+            if chunk.abandoned or (error is not None and self._try_elsewhere(chunk)):
+                chunk.owner = None
+                return
+            transfer.num_chunks_left -= 1
+            transfer.progress_ns = perf_counter_ns()
+            transfer.error = transfer.error or error
+            if transfer.num_chunks_left:
+                return
+            owner, after = transfer.owner, transfer.after
+            transfer.owner = transfer.after = None
+        # Freeing a large tensor takes milliseconds and may run finalizers: not under the lock,
+        # and before `done`, so that whoever sees `done` finds the memory free.
+        del owner, after
+        with self.lock:
+            self._end(transfer)
+            self._free_dropped()
+
+    def find_work(self, store: Store) -> None:
+        """Nothing is queued in `store`: it takes a write that would wait longer elsewhere."""
+        if len(self.stores) == 1 or store.why_retired is not None or self._closed_because:
+            return
+        now_ns = perf_counter_ns()
+        others = [one for one in self.stores if one is not store]
+        busiest = max(others, key=lambda one: one.finish_ns(0, now_ns))
+        if busiest.finish_ns(0, now_ns) < _WORTH_TAKING * store.finish_ns(CHUNK_BYTES, now_ns):
+            return
+        chunk = busiest.give_last_write()
+        if chunk is not None and not self._write_in(chunk, [store], chunk.failed_in):
+            chunk.taken = False
+            busiest.add(chunk.transfer, [chunk])
+
+    def pass_on(self, store: Store, chunk: Chunk) -> bool:
+        """Whether another store has taken `chunk`, being sooner done. With the lock held.
+
+        Else the last chunks of a slow store would hold up everything.
+        """
+        if len(self.stores) == 1 or chunk.was_moved:
+            return False
+        now_ns, nbytes = perf_counter_ns(), chunk.nbytes
+        others = [one for one in self.stores if one is not store and one.why_retired is None]
+        best = min(others, key=lambda one: one.finish_ns(nbytes, now_ns), default=store)
+        if best.finish_ns(nbytes, now_ns) >= store.duration_ns(nbytes):
+            return False
+        if not self._write_in(chunk, [best], chunk.failed_in):
+            return False
+        store.pending_bytes -= nbytes
+        return True
+
+    def worker_died(self, store: Store, error: BaseException) -> None:
+        """A worker met a bug; what it had taken will not end."""
+        self._worker_died = True
+        self._stop(f"a storage worker died of {error!r}")
+        with self.lock:
+            self._ended.notify_all()
+
+    # ---- with the lock held ---------------------------------------------------------------------
+
+    def _check_open(self, label: str) -> None:
+        if self._closed_because is not None:
+            names = ", ".join(store.name for store in self.stores)
+            raise StorageError(f"{label}: {names} takes no I/O: {self._closed_because}")
+
+    def _begin(
+        self,
+        record: Record,
+        label: str,
+        direction: Direction,
+        owner: object,
+        after: Callable[[], object] | None,
+    ) -> Transfer:
+        used = sorted({one.store for one in record.places})
+        transfer = Transfer(
+            label=label,
+            nbytes=record.nbytes,
+            direction=direction,
+            store=" + ".join(self.stores[index].name for index in used),
+            owner=owner,
+            after=after,
+        )
+        transfer.record = record
+        transfer.num_chunks_left = record.num_chunks
+        record.num_under_way += 1
+        return transfer
+
+    def _start(self, transfer: Transfer, address: int) -> None:
+        record = transfer.record
+        assert record is not None, f"{transfer} has ended and cannot start"
+        if transfer is not record.write and record.write.error is not None:
+            self._fail(transfer, record.write.error)
+        elif self._closed_because is not None:
+            self._fail(transfer, self._not_moved(transfer))
+        else:
+            by_store: dict[int, list[Chunk]] = {}
+            for chunk in record.chunks(transfer, address):
+                by_store.setdefault(chunk.place.store, []).append(chunk)
+            for index, chunks in by_store.items():
+                self.stores[index].add(transfer, chunks)
+
+    def _promote(self, transfer: Transfer) -> None:
+        record = transfer.record
+        assert record is not None, f"{transfer} has ended and cannot become urgent"
+        if transfer is not record.write and not record.write.done:
+            transfer.urgent = True  # joins the urgent queue when its write has ended
+            transfer = record.write
+        if not transfer.urgent:
+            transfer.urgent = True
+            for index in {one.store for one in record.places}:
+                self.stores[index].queue.promote(transfer)
+
+    def _progress_ns(self, transfer: Transfer) -> int:
+        write = transfer.record.write if transfer.record is not None else transfer
+        return max(transfer.progress_ns, write.progress_ns)
+
+    def _try_elsewhere(self, chunk: Chunk) -> bool:
+        """Queues the write of `chunk` in a store that has not failed it; False if there is none."""
+        failed_in = chunk.failed_in | {chunk.place.store}
+        others = [store for store in self.stores if store.index not in failed_in]
+        if not others or chunk.transfer.error or self._closed_because:
+            return False
+        return self._write_in(chunk, others, failed_in)
+
+    def _write_in(self, chunk: Chunk, others: Sequence[Store], failed_in: frozenset[int]) -> bool:
+        """Queues the write of `chunk` in one of the others, False if it is none or none can."""
+        transfer, record = chunk.transfer, chunk.record
+        if transfer.direction is not Direction.OUT:
+            return False
+        try:
+            extent = place_one(chunk.nbytes, others, transfer.label)
+        except StorageError:
+            return False
+        record.extents.append(extent)
+        record.places[chunk.index] = Place(extent.store, extent.offset)
+        again = dataclasses.replace(
+            chunk,
+            place=record.places[chunk.index],
+            taken=False,
+            start_ns=0,
+            abandoned=False,
+            owner=None,
+            was_moved=True,
+            failed_in=failed_in,
+        )
+        self.stores[extent.store].add(transfer, [again])
+        return True
+
+    def _leave_stuck_stores(self, deadline_s: float, idle_s: float) -> None:
+        """Retires stores in which a chunk takes too long, and writes elsewhere.
+
+        The last store that works may take all of the deadline, others half of it.
+        """
+        before_ns = perf_counter_ns() - int(deadline_s / 2 * 1e9)
+        for store in self.stores:
+            stuck = [c for c in store.running.values() if c.start_ns <= before_ns]
+            others = sum(one.why_retired is None for one in self.stores if one is not store)
+            if not stuck or (not others and idle_s < deadline_s):
+                continue
+            store.retire(f"an operation takes longer than {idle_s:.3g} s", until_it_moves=True)
+            for chunk in stuck:
+                # Its worker may still read the memory, so the memory has to stay.
+                if not chunk.abandoned and self._try_elsewhere(chunk):
+                    chunk.abandoned, chunk.owner = True, chunk.transfer.owner
+            for chunk in store.empty_queue():
+                if not self._try_elsewhere(chunk):
+                    chunk.taken = False
+                    store.add(chunk.transfer, [chunk])
+
+    def _free_dropped(self) -> None:
+        while self._drops:
+            record = self._drops.popleft()
+            if not record.dropped:
+                record.dropped = True
+                self._free_if_unused(record)
+
+    def _free_if_unused(self, record: Record) -> None:
+        if record.dropped and record.num_under_way == 0:
+            for extent in record.extents:
+                self.stores[extent.store].give_back(extent)
+            record.extents = []
+
+    def _fail(self, transfer: Transfer, error: StorageError) -> None:
+        transfer.error = transfer.error or error
+        self._end(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
+        record = transfer.record
+        assert record is not None, f"{transfer} ended twice"
+        transfer.mark_done()
+        record.num_under_way -= 1
+        if transfer is record.write:
+            waiting, record.waiting_reads = record.waiting_reads, []
+            for read, address in waiting:
+                self._start(read, address)
+        self._free_if_unused(record)
+        self._ended.notify_all()
+
+    def _not_moved(self, transfer: Transfer) -> StorageError:
+        return StorageError(
+            f"{transfer.label}: not moved ({transfer.store}): {self._closed_because}"
+        )
+
+    def _stop(self, why: str) -> None:
+        with self.lock:
+            if self._closed_because is not None:
+                return
+            self._closed_because = why
+            for store in self.stores:
+                for chunk in store.empty_queue():
+                    transfer = chunk.transfer
+                    transfer.num_chunks_left -= 1
+                    transfer.error = transfer.error or self._not_moved(transfer)
+                    if transfer.num_chunks_left == 0:  # else a worker that has a chunk ends it
+                        self._end(transfer)
+                store.stop()
