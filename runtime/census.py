@@ -6,19 +6,24 @@ import torch
 from torch._subclasses import FakeTensor
 
 
-def tensor_nbytes(device_type: str) -> int:
-    """Bytes of all distinct storages on devices of `device_type` that Python code can see.
+def storages(device_type: str) -> list[torch.UntypedStorage]:
+    """The distinct storages on devices of `device_type` that Python code can see.
 
     Parameters, their gradients, optimizer state, buffers, batches. Walks all objects that the
     garbage collector tracks: about 0.1 s in a process that has compiled.
     """
-    storages: dict[int, int] = {}
+    found: dict[int, torch.UntypedStorage] = {}
     for tensor in _tensors():
         for candidate in (tensor, tensor.grad if tensor.is_leaf else None):
             if candidate is not None and candidate.device.type == device_type:
                 storage = candidate.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
+                found[storage._cdata] = storage
+    return list(found.values())
+
+
+def tensor_nbytes(device_type: str) -> int:
+    """Bytes of all `storages`."""
+    return sum(storage.nbytes() for storage in storages(device_type))
 
 
 def missing_gradient_nbytes(device_type: str) -> int:

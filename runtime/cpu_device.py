@@ -18,6 +18,7 @@ from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.device import Arrival, Copy, Device
 from teraplan.runtime.inductor_memory import take_memory_from
 from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.pages import use_huge_pages
 from teraplan.runtime.storage import Record, Storage, StoreInfo, Transfer
 from teraplan.units import format_nbytes
 
@@ -146,10 +147,10 @@ class CpuDevice(Device):
 
     def measure_exactly(self) -> None:
         gc.collect()
+        use_huge_pages((s.data_ptr(), s.nbytes()) for s in census.storages("cpu"))
         self._exact = True
 
     def run_fast(self) -> None:
-        gc.collect()
         self._trim()
         self._exact = False
 

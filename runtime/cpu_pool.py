@@ -4,12 +4,11 @@ glibc's heap is no place for tensors that come and go under a budget: after one 
 held as much as the tensors did (1,001 MiB of heap for 626 MiB in use), and blocks that are mappings
 of their own cost a page fault per 4 KiB. Here a freed block waits for the next tensor of its size,
 and repeated layers ask for the same sizes again and again. In use and waiting together never exceed
-the most that has been in use at once, unless there is slack under the budget: before that would
-happen, waiting blocks are unmapped.
+the most that has been in use at once, unless there is slack under the budget: a tensor of a size
+that nobody has left gets the pages of blocks that wait.
 """
 
 import ctypes
-import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,6 +17,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch._C._dynamo import guards
 
+from teraplan.runtime.page_scraps import PageScraps, Piece
+from teraplan.runtime.pages import map_pages, move_pages, unmap_pages
+
 MIN_BLOCK_BYTES = 256 << 10
 """Smaller tensors are left to the heap."""
 
@@ -25,20 +27,17 @@ _LITTLE_IN_USE = 0.75
 _ALIGNMENT = 64 << 10
 _empty_strided_cpu: Any = vars(guards)["_empty_strided_cpu"]
 """What generated code calls otherwise."""
-_HUGE_PAGE = 2 << 20
 
 
 class _Block:
-    """One mapping."""
+    """Memory of one tensor."""
 
-    __slots__ = ("address", "memory", "nbytes")
+    __slots__ = ("address", "nbytes", "pieces")
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= 2 * _HUGE_PAGE:
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+    def __init__(self, address: int, pieces: list[Piece]) -> None:
+        self.address = address
+        self.pieces = pieces
+        self.nbytes = sum(piece.nbytes for piece in pieces)
 
 
 class _Lease:
@@ -56,7 +55,7 @@ class _Lease:
         if kind is None:
             kind = type("_LeaseArray", (ctypes.c_char * block.nbytes,), {"__del__": _end_of_lease})
             cls._classes[block.nbytes] = kind
-        lease = kind.from_buffer(block.memory)
+        lease = kind.from_address(block.address)
         lease.block, lease.pool = block, pool
         return cast("object", lease)
 
@@ -70,13 +69,17 @@ class CpuPool:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[int, list[_Block]] = OrderedDict()
+        self._scraps = PageScraps()
         self._addresses: set[int] = set()
         self._lock = threading.RLock()
         self.in_use_bytes = 0
         self.waiting_bytes = 0
         self._most_bytes = 0
         self.slack_bytes = 0
-        """So much more may be mapped without unmapping what waits."""
+        """So much more may be mapped while something waits."""
+
+    def __del__(self) -> None:
+        self._unmap(self.waiting_bytes)
 
     def empty_strided(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -131,7 +134,7 @@ class CpuPool:
             return before - self.waiting_bytes
 
     def _lease(self, nbytes: int) -> object:
-        nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        nbytes = _aligned(nbytes)
         with self._lock:
             self.in_use_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self.in_use_bytes)
@@ -141,19 +144,45 @@ class CpuPool:
                 self.waiting_bytes -= nbytes
             else:
                 beyond = self.in_use_bytes + self.waiting_bytes - self._most_bytes
-                self._unmap(beyond - self.slack_bytes)
-                self.slack_bytes = max(0, self.slack_bytes - nbytes)
-                block = _Block(nbytes)
+                block = self._new_block(nbytes, beyond - self.slack_bytes)
             self._addresses.add(block.address)
             return _Lease.of(block, self)
 
+    def _new_block(self, nbytes: int, beyond_bytes: int) -> _Block:
+        """A block from `beyond_bytes` of what waits; what it does not need of that is unmapped."""
+        self._unmap(beyond_bytes - nbytes)
+        start = end = map_pages(nbytes)
+        pieces: list[Piece] = []
+        reused_bytes = min(nbytes, _aligned(beyond_bytes))
+        self._break_up(reused_bytes)
+        for piece in self._scraps.take(reused_bytes):
+            move_pages(piece.address, end, piece.nbytes)
+            self.waiting_bytes -= piece.nbytes
+            pieces.append(Piece(end, piece.nbytes))
+            end += piece.nbytes
+        fresh_bytes = start + nbytes - end
+        if fresh_bytes:
+            pieces.append(Piece(end, fresh_bytes))
+            self.slack_bytes = max(0, self.slack_bytes - fresh_bytes)
+        return _Block(start, pieces)
+
     def _unmap(self, nbytes: int) -> None:
-        """Unmap waiting blocks of at least `nbytes`, of the sizes least recently freed first."""
-        while nbytes > 0 and self._waiting:
+        nbytes = _aligned(nbytes)
+        self._break_up(nbytes)
+        for piece in self._scraps.take_small(nbytes):
+            self.waiting_bytes -= piece.nbytes
+            unmap_pages(piece.address, piece.nbytes)
+
+    def _break_up(self, nbytes: int) -> None:
+        """Make scraps of blocks until there are `nbytes`; least recently freed sizes first."""
+        while self._scraps.nbytes < nbytes and self._waiting:
             size, blocks = next(iter(self._waiting.items()))
-            while blocks and nbytes > 0:
-                blocks.pop().memory = None  # type: ignore[assignment]  # unmapped by its end
-                self.waiting_bytes -= size
-                nbytes -= size
             if not blocks:
                 del self._waiting[size]
+                continue
+            for piece in blocks.pop().pieces:
+                self._scraps.add(piece)
+
+
+def _aligned(nbytes: int) -> int:
+    return max(0, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
-_STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP_FILES = (
@@ -21,10 +20,26 @@ def resident_bytes() -> int:
     return _status_bytes("VmRSS")
 
 
-def resident_bytes_fast() -> int:
-    """The same from a shorter file, for use at every site."""
-    with _STATM.open() as line:
-        return int(line.read().split()[1]) * _PAGE_BYTES
+class _Statm:
+    """A shorter file with the resident set size; kept open, since opening takes 80 us."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        os.register_at_fork(after_in_child=self._forget)  # it would tell of the parent
+
+    def resident_bytes(self) -> int:
+        if self._fd < 0:
+            self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        return int(os.pread(self._fd, 128, 0).split(None, 2)[1]) * _PAGE_BYTES
+
+    def _forget(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+resident_bytes_fast = _Statm().resident_bytes
+"""Resident set size now, for use at every site."""
 
 
 def peak_bytes() -> int:

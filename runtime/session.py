@@ -52,10 +52,10 @@ _MAX_MERGED_STEPS = 3
 """So often an optimizer may step while a forward waits for a backward that may never come."""
 _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
-"""Of what the process took beyond its budget, so much is held back."""
+"""Of what the process took beyond budget and headroom, so much is held back."""
 _HEADROOM_FRACTION = 0.03
 _HEADROOM_BYTES = 8 << 20
-"""Together, the headroom of `Device.keep_under`."""
+"""Together, the headroom of `Device.keep_under`: so much free memory may lie between tensors."""
 _CHECKED_AFTER = 2
 """Planned steps after which the peak is compared with the budget."""
 _RUNS_WRITTEN_AT = (1, 3, 10)
@@ -295,17 +295,18 @@ class Session:
         self.device.take_peak()
 
     def _correct_overshoot(self, case: Case) -> None:
-        """If the process took more than the budget, make a plan that holds the difference back."""
+        """If the process took more than budget and headroom, plan anew with so much held back."""
         actual = self.actual_peak_bytes()
         assert case.schedule is not None
         budget = case.schedule.plan.budgets.device_bytes
         replayed = self.plans.replayed is not None
-        if actual <= budget or replayed or case.corrections >= _MAX_CORRECTIONS:
+        beyond = actual - budget - _headroom_bytes(budget)
+        if beyond <= 0 or replayed or case.corrections >= _MAX_CORRECTIONS:
             return
         case.corrections += 1
         before, case.reserve_bytes = (
             case.reserve_bytes,
-            case.reserve_bytes + int((actual - budget) * _CORRECTION_FACTOR),
+            case.reserve_bytes + int(beyond * _CORRECTION_FACTOR),
         )
         log.info("peak was %s, budget %s", format_nbytes(actual), format_nbytes(budget))
         try:
@@ -348,8 +349,7 @@ class Session:
         if case.memory is None or case.schedule is None:
             return None
         budget = case.schedule.plan.budgets.device_bytes
-        headroom = int(budget * _HEADROOM_FRACTION) + _HEADROOM_BYTES
-        return budget + case.memory.overhead_bytes, headroom
+        return budget + case.memory.overhead_bytes, _headroom_bytes(budget)
 
     def _refuse_hopeless_budget(self) -> None:
         """Fail before any computation if state and the largest operation alone are too much."""
@@ -369,6 +369,10 @@ class Session:
             raise FallbackRefusedError(f"strict is set, and {what}")
         self.fallbacks.append(what)
         log.warning("%s", what)
+
+
+def _headroom_bytes(budget_bytes: int) -> int:
+    return int(budget_bytes * _HEADROOM_FRACTION) + _HEADROOM_BYTES
 
 
 def _device_stalls(device: Device, recorder: StepRecorder) -> Iterator[StallRecord]:

@@ -1,0 +1,143 @@
+"""The pool of large CPU tensors, over real memory of this process."""
+
+import ctypes
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from teraplan.runtime import process_memory
+from teraplan.runtime.cpu_pool import CpuPool
+from teraplan.runtime.page_scraps import PageScraps, Piece
+from teraplan.runtime.pages import (
+    HUGE_PAGE_BYTES,
+    map_pages,
+    move_pages,
+    unmap_pages,
+    use_huge_pages,
+)
+from teraplan.units import MIB
+
+
+def _floats(pool: CpuPool, nbytes: int, value: float) -> torch.Tensor:
+    return pool.empty_strided((nbytes // 4,), (1,), torch.float32).fill_(value)
+
+
+def test_a_tensor_of_another_size_gets_the_pages_that_wait() -> None:
+    pool = CpuPool()
+    first = [_floats(pool, 6 * MIB, 1.0), _floats(pool, 10 * MIB, 2.0)]
+    first.clear()
+    assert pool.waiting_bytes == 16 * MIB
+    before = process_memory.resident_bytes()
+    second = _floats(pool, 16 * MIB, 3.0)
+    assert process_memory.resident_bytes() - before < 2 * MIB
+    assert pool.waiting_bytes == 0
+    assert bool((second == 3.0).all())
+
+
+def test_what_waits_and_what_is_used_stay_under_the_most_in_use() -> None:
+    pool, chance, held, most = CpuPool(), random.Random(0), list[torch.Tensor](), 0
+    values: list[float] = []
+    for number in range(400):
+        if held and chance.random() < 0.5:
+            at = chance.randrange(len(held))
+            assert bool((held[at] == values[at]).all()), f"round {number}: overwritten"
+            del held[at], values[at]
+        else:
+            nbytes = chance.choice((256 << 10, 1 * MIB, 3 * MIB, 4 * MIB, 5 * MIB + 4096, 9 * MIB))
+            held.append(_floats(pool, nbytes, float(number)))
+            values.append(float(number))
+        most = max(most, pool.in_use_bytes)
+        assert pool.in_use_bytes + pool.waiting_bytes <= most
+        assert pool.in_use_bytes >= sum(t.nbytes for t in held)
+    for tensor, value in zip(held, values, strict=True):
+        assert bool((tensor == value).all())
+
+
+def test_slack_lets_blocks_wait_beside_new_ones() -> None:
+    pool = CpuPool()
+    _floats(pool, 8 * MIB, 1.0)
+    pool.slack_bytes = 4 * MIB
+    held = _floats(pool, 4 * MIB, 2.0)
+    assert pool.waiting_bytes == 8 * MIB
+    assert pool.slack_bytes == 0
+    del held
+
+
+def test_shrinking_gives_memory_back_to_the_system() -> None:
+    pool = CpuPool()
+    _floats(pool, 32 * MIB, 1.0)
+    before = process_memory.resident_bytes()
+    assert pool.shrink(20 * MIB) == 20 * MIB
+    assert pool.waiting_bytes == 12 * MIB
+    assert before - process_memory.resident_bytes() >= 18 * MIB
+
+
+def test_blocks_outlive_their_pool_and_then_go() -> None:
+    before = process_memory.resident_bytes()
+    tensor = _floats(CpuPool(), 64 * MIB, 5.0)
+    assert bool((tensor == 5.0).all())
+    del tensor
+    assert process_memory.resident_bytes() - before < 8 * MIB
+
+
+def test_moved_pages_keep_their_bytes() -> None:
+    source, target = map_pages(4 * MIB), map_pages(6 * MIB)
+    _bytes_at(source, 4 * MIB).fill_(7)
+    move_pages(source, target + MIB, 3 * MIB)
+    assert bool((_bytes_at(target + MIB, 3 * MIB) == 7).all())
+    assert bool((_bytes_at(source + 3 * MIB, MIB) == 7).all())
+    unmap_pages(source + 3 * MIB, MIB)
+    unmap_pages(target, 6 * MIB)
+
+
+def test_a_move_that_the_kernel_refuses_leaves_usable_memory() -> None:
+    target = map_pages(MIB)
+    hole = map_pages(MIB)
+    unmap_pages(hole, MIB)
+    move_pages(hole, target, MIB)
+    assert bool((_bytes_at(target, MIB) == 0).all())
+    unmap_pages(target, MIB)
+
+
+def test_mapping_too_much_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match=r"mapping \d+ bytes of memory failed"):
+        map_pages(1 << 62)
+
+
+def test_scraps_keep_huge_pages_whole_while_they_can() -> None:
+    scraps = PageScraps()
+    scraps.add(Piece(HUGE_PAGE_BYTES - MIB, MIB + 2 * HUGE_PAGE_BYTES))
+    assert scraps.take_small(MIB) == [Piece(HUGE_PAGE_BYTES - MIB, MIB)]
+    taken = scraps.take(HUGE_PAGE_BYTES + MIB)
+    assert taken[0].nbytes == HUGE_PAGE_BYTES
+    assert taken[0].address % HUGE_PAGE_BYTES == 0
+    assert sum(piece.nbytes for piece in taken) == HUGE_PAGE_BYTES + MIB
+    assert scraps.nbytes == HUGE_PAGE_BYTES - MIB
+
+
+def test_state_comes_to_lie_on_huge_pages() -> None:
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not mode.exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    tensor = torch.arange(8 * MIB)
+    before = _huge_bytes()
+    use_huge_pages([(tensor.data_ptr(), tensor.nbytes)])
+    if _huge_bytes() == before:
+        pytest.skip("this kernel does not collapse pages when asked to (Linux 6.1 does)")
+    assert _huge_bytes() - before > tensor.nbytes // 2
+    assert torch.equal(tensor, torch.arange(8 * MIB))
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _huge_bytes() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    found = re.search(r"AnonHugePages:\s+(\d+) kB", text)
+    assert found is not None
+    return int(found[1]) * 1024
