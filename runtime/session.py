@@ -52,7 +52,8 @@ _MAX_MERGED_STEPS = 3
 """So often an optimizer may step while a forward waits for a backward that may never come."""
 _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
-"""Of what the process took beyond budget and headroom, so much is held back."""
+"""Of what the process took beyond its budget, so much is held back. It is faster to move more than
+to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
 _HEADROOM_FRACTION = 0.03
 _HEADROOM_BYTES = 8 << 20
 """Together, the headroom of `Device.keep_under`: so much free memory may lie between tensors."""
@@ -295,18 +296,17 @@ class Session:
         self.device.take_peak()
 
     def _correct_overshoot(self, case: Case) -> None:
-        """If the process took more than budget and headroom, plan anew with so much held back."""
+        """If the process took more than the budget, make a plan that holds the difference back."""
         actual = self.actual_peak_bytes()
         assert case.schedule is not None
         budget = case.schedule.plan.budgets.device_bytes
         replayed = self.plans.replayed is not None
-        beyond = actual - budget - _headroom_bytes(budget)
-        if beyond <= 0 or replayed or case.corrections >= _MAX_CORRECTIONS:
+        if actual <= budget or replayed or case.corrections >= _MAX_CORRECTIONS:
             return
         case.corrections += 1
         before, case.reserve_bytes = (
             case.reserve_bytes,
-            case.reserve_bytes + int(beyond * _CORRECTION_FACTOR),
+            case.reserve_bytes + int((actual - budget) * _CORRECTION_FACTOR),
         )
         log.info("peak was %s, budget %s", format_nbytes(actual), format_nbytes(budget))
         try:
