@@ -20,7 +20,14 @@ from torch._inductor.virtualized import V
 
 from teraplan import ops
 
-_MUTATED = {ops.save: (0, 1), ops.need: (1,), ops.done: (0, 2)}
+_MUTATED = {
+    ops.save: (0, 1),
+    ops.need: (1,),
+    ops.done: (0, 2),
+    ops.acquire: (0, 1),
+    ops.release: (0, 1),
+    ops.settle: (1,),
+}
 """Positions of mutated arguments, as in the schemas."""
 
 INDUCTOR_CONFIG = {"allow_buffer_reuse": False}

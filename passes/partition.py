@@ -11,6 +11,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from teraplan import __version__
 from teraplan.passes.insert_sites import insert_sites
+from teraplan.passes.insert_state_sites import insert_state_sites
 from teraplan.passes.lowering import INDUCTOR_CONFIG, register_lowerings
 from teraplan.passes.verify_graph import verify_pair
 
@@ -23,6 +24,10 @@ class TeraplanPartitioner(CustomPartitionerFn):
     Picklable, and with a `uuid` that does not depend on any plan: both are in Inductor's cache
     keys, so that compiled code is reused across runs and plans.
     """
+
+    def __init__(self, *, moves_state: bool = False) -> None:
+        self.moves_state = moves_state
+        """Put ops around the uses of parameters and behind gradients as well."""
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -38,6 +43,13 @@ class TeraplanPartitioner(CustomPartitionerFn):
             num_outputs=kwargs["num_fwd_outputs"],
             static_inputs=kwargs.get("static_lifetime_input_indices") or (),
         )
+        if self.moves_state and table.slots:
+            insert_state_sites(
+                forward.graph,
+                backward.graph,
+                num_outputs=kwargs["num_fwd_outputs"],
+                static_inputs=kwargs.get("static_lifetime_input_indices") or (),
+            )
         for module in (forward, backward):
             _forget_mutation_regions(module)
             module.graph.lint()
@@ -55,7 +67,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
-        return f"teraplan-{__version__}-partitioner-1"
+        return f"teraplan-{__version__}-partitioner-2-{'state' if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:
@@ -67,15 +79,16 @@ def _forget_mutation_regions(module: fx.GraphModule) -> None:
         node.meta.pop("mutation_region_id", None)
 
 
-def config_patches() -> dict[str, object]:
+def config_patches(*, moves_state: bool = False) -> dict[str, object]:
     """What to pass to `compile_fx` so that the graphs get their ops."""
     register_lowerings()
-    return {"custom_partitioner_fn": TeraplanPartitioner(), **INDUCTOR_CONFIG}
+    partitioner = TeraplanPartitioner(moves_state=moves_state)
+    return {"custom_partitioner_fn": partitioner, **INDUCTOR_CONFIG}
 
 
 def partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    gm: fx.GraphModule, joint_inputs: Sequence[object], *, moves_state: bool = False, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """`TeraplanPartitioner` as the plain function that `aot_autograd` takes."""
     with torch.no_grad():
-        return TeraplanPartitioner()(gm, joint_inputs, **kwargs)
+        return TeraplanPartitioner(moves_state=moves_state)(gm, joint_inputs, **kwargs)

@@ -22,13 +22,20 @@ class GraphForecast:
         self._saved_bytes = self._workspace_bytes = self._largest_bytes = 0
         self._largest_slot_bytes = 0
 
-    def refresh(self, tables: Iterable[GraphTable]) -> None:
-        """Count the state anew and take in all graphs compiled so far."""
+    def refresh(self, tables: Iterable[GraphTable], *, update_bytes: int | None = None) -> None:
+        """Count the state anew and take in all graphs compiled so far.
+
+        Args:
+            tables: of the graphs.
+            update_bytes: if gradients and optimizer state are accounted for elsewhere, what one
+                parameter's update needs beside them; else None.
+        """
         self.state_bytes = self._device.state_bytes()
         kind = self._device.type
-        self.future_state_bytes = census.missing_gradient_nbytes(
-            kind
-        ) + census.missing_optimizer_nbytes(kind)
+        if update_bytes is None:
+            update_bytes = census.missing_gradient_nbytes(kind)
+            update_bytes += census.missing_optimizer_nbytes(kind)
+        self.future_state_bytes = update_bytes
         for table in tables:
             self.add(table)
 

@@ -15,7 +15,7 @@ from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import Direction, TransferRecord
 from teraplan.runtime import census, process_memory
 from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.device import Arrival, Copy, Device
+from teraplan.runtime.device import Arrival, Beside, Copy, Device
 from teraplan.runtime.inductor_memory import take_memory_from
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.pages import use_huge_pages
@@ -111,6 +111,7 @@ class CpuDevice(Device):
     """This process's memory as the device tier."""
 
     type = "cpu"
+    moves_state = True
 
     def __init__(self, *, storage: Storage, host_bytes: int) -> None:
         self.name = f"cpu {platform.machine()}"
@@ -123,6 +124,10 @@ class CpuDevice(Device):
         self._sites_since_trim = 0
         self.pool = CpuPool()
         self._transfers: list[TransferRecord] = []
+        self._beside: Beside | None = None
+
+    def keeps_beside(self, beside: Beside) -> None:
+        self._beside = beside
 
     def hardware(self) -> Hardware:
         from teraplan.runtime.links import host_link, storage_link
@@ -143,7 +148,8 @@ class CpuDevice(Device):
         return held + int(process_memory.available_bytes() * _RESERVED_FRACTION)
 
     def state_bytes(self) -> int:
-        return census.tensor_nbytes("cpu")
+        beside = self._beside.total_bytes if self._beside is not None else 0
+        return max(0, census.tensor_nbytes("cpu") - beside)
 
     def measure_exactly(self) -> None:
         gc.collect()
@@ -155,10 +161,14 @@ class CpuDevice(Device):
         self._exact = False
 
     def resident_bytes(self) -> int:
-        return process_memory.resident_bytes()
+        beside = self._beside.held_bytes if self._beside is not None else 0
+        return process_memory.resident_bytes() - beside
 
     def take_peak(self) -> int:
         peak = process_memory.peak_bytes()
+        if self._beside is not None:
+            peak -= self._beside.peak_bytes
+            self._beside.peak_bytes = self._beside.held_bytes
         if self._exact and self._free_bytes() > _WORTH_MEASURING_BYTES:
             self._trim()
         process_memory.reset_peak()
@@ -167,6 +177,8 @@ class CpuDevice(Device):
     def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
         self._sites_since_trim += 1
         resident = process_memory.resident_bytes_fast()
+        if self._beside is not None:
+            resident -= self._beside.held_bytes
         slack = limit_bytes - headroom_bytes - resident
         self.pool.slack_bytes = max(0, slack)
         if slack < 0:

@@ -11,6 +11,7 @@ knows which one it is. A copy out and a copy back run beside the computation:
 """
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 import torch
 
@@ -50,12 +51,32 @@ class Arrival(ABC):
         """
 
 
+class Beside(Protocol):
+    """Memory on the device that somebody else accounts for: the moving training state's."""
+
+    held_bytes: int
+    """On the device now."""
+    peak_bytes: int
+    """The most on the device since somebody has set it."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all its tensors, on the device or not."""
+
+
 class Device(ABC):
     """Memory and transfers of one device."""
+
+    moves_state = False
+    """True if parameters, gradients and optimizer state can leave it."""
 
     name: str
     type: str
     """As in `torch.device(type)`."""
+
+    def keeps_beside(self, beside: Beside) -> None:
+        """Leave the memory of `beside` out of all figures but `peak_bytes`."""
+        raise NotImplementedError(f"training state cannot leave {self.name}")
 
     @abstractmethod
     def hardware(self) -> Hardware:

@@ -6,6 +6,7 @@ which autograd calls with nothing around it, through its token.
 
 import functools
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from teraplan import ops
 from teraplan.graph_table import GraphTable
 from teraplan.runtime.engine import Engine
+from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.tokens import owner_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ parse_table = functools.lru_cache(maxsize=None)(GraphTable.from_json)
 
 class _Running(threading.local):
     call: _Call | None = None
+    state: "weakref.ref[TrainingState] | None" = None
+    """Of the graph that was entered last."""
 
 
 _running = _Running()
@@ -68,6 +72,7 @@ def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
     call = _current()
     call.table = parse_table(table)
     call.session.device.attach()
+    _enter_state(call.session.engine)
     call.number = call.session.enter_forward(call.table, call.shapes)
     return _chain(anchor)
 
@@ -75,6 +80,7 @@ def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
 def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
     engine = _engine_of(token)
     engine.device.attach()
+    _enter_state(engine)
     engine.enter_backward(token, parse_table(table))
     return _chain(anchor)
 
@@ -100,6 +106,34 @@ def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) 
     _engine_of(token).done(token)
 
 
+def _enter_state(engine: Engine) -> None:
+    state = engine.training_state
+    _running.state = weakref.ref(state) if state is not None else None
+    if state is not None:
+        state.arena.user_may_have_run()
+
+
+def _state() -> TrainingState | None:
+    return _running.state() if _running.state is not None else None
+
+
+def _acquire(parameter: torch.Tensor, chain: torch.Tensor) -> None:
+    state = _state()
+    if state is not None:
+        state.acquire(parameter)
+
+
+def _release(parameter: torch.Tensor, chain: torch.Tensor) -> None:
+    state = _state()
+    if state is not None:
+        state.release(parameter)
+
+
+def _settle(gradient: torch.Tensor, chain: torch.Tensor) -> torch.Tensor:
+    state = _state()
+    return state.settle(gradient) if state is not None else gradient.clone()
+
+
 def _engine_of(token: torch.Tensor) -> Engine:
     engine = owner_of(token)
     assert isinstance(engine, Engine)
@@ -112,5 +146,8 @@ for _name, _kernel in (
     ("save", _save),
     ("need", _need),
     ("done", _done),
+    ("acquire", _acquire),
+    ("release", _release),
+    ("settle", _settle),
 ):
     ops.LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")

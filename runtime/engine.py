@@ -24,6 +24,7 @@ from teraplan.runtime.device import Copy, Device
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.saved import Saved, View
 from teraplan.runtime.schedule import Schedule
+from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.tokens import key_of, make_token
 from teraplan.step_trace import SiteKind
 from teraplan.units import format_nbytes
@@ -34,6 +35,8 @@ class Engine:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.training_state: TrainingState | None = None
+        """Parameters, gradients and optimizer state, where they move."""
         self.recorder: StepRecorder | None = None
         self.managed_bytes = 0
         self.managed_peak_bytes = 0

@@ -25,6 +25,9 @@ from teraplan.units import format_ns
 
 log = logging.getLogger(__name__)
 
+_SAVED_AT_HAND = 2
+"""Saved activations that are on the device where most others have left."""
+
 
 class PlanMaker:
     """Plans within one configuration on one device.
@@ -40,6 +43,8 @@ class PlanMaker:
         self._reports = reports
         self._machine: Hardware | None = None
         self.replayed: Plan | None = None
+        self.reserved_bytes = 0
+        """What of the device budget is not planned with: the moving training state's."""
         if config.plan != "auto":
             self.replayed = read_plan(Path(config.plan))
             try:
@@ -105,6 +110,13 @@ class PlanMaker:
             room = self.machine().storage_capacity_bytes
             case.budgets = dataclasses.replace(case.budgets, storage_bytes=room)
 
+    def needs(self, case: Case) -> tuple[int, int]:
+        """Device memory that the case needs about at least, and with nothing moved."""
+        trace = self._trace(case)
+        least = trace.state_bytes + max(site.workspace_bytes for site in trace.sites)
+        largest = max((tensor.nbytes for tensor in trace.tensors), default=0)
+        return least + _SAVED_AT_HAND * largest, int(device_curve(trace).max())
+
     def _trace(self, case: Case) -> StepTrace:
         return case.trace(torch_version=torch.__version__, kernels=self._config.kernels)
 
@@ -119,7 +131,7 @@ class PlanMaker:
             machine, config = self.machine(), self._config
             device, host = config.device_budget, config.host_budget
             case.budgets = Budgets(
-                device_bytes=device.resolve(unlimited)
+                device_bytes=device.resolve(unlimited) - self.reserved_bytes
                 if device is not None
                 else machine.device_capacity_bytes,
                 host_bytes=min(host.resolve(unlimited), machine.host_capacity_bytes)

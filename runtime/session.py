@@ -16,7 +16,7 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -41,6 +41,7 @@ from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.report_files import ReportFiles
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.session_status import status_of
+from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.status import Status
 from teraplan.units import format_nbytes
 
@@ -72,6 +73,7 @@ class Session:
         self.config = config
         self.device = device
         self.engine = Engine(device)
+        self.keeper = StateKeeper(config, device)
         self.tables: dict[str, GraphTable] = {}
         self.cases: dict[CaseKey, Case] = {}
         self.active: Case | None = None
@@ -91,13 +93,16 @@ class Session:
         self.reports = ReportFiles(config.report)
         self.plans = PlanMaker(config, device, self.reports)
         self._hook = register_optimizer_step_post_hook(_after_optimizer(weakref.ref(self)))
-        self._finalizer = weakref.finalize(self, _close, device, self._hook)
+        self._finalizer = weakref.finalize(self, _close, device, self._hook, self.keeper)
 
     # -- what compiled graphs tell -------------------------------------------------------------
 
-    def compiled(self) -> None:
-        """Another graph has been compiled."""
+    def compiling(self, inputs: Sequence[object]) -> bool:
+        """Another graph is being compiled; True if its parameters are to have ops, too."""
         self._compiles += 1
+        self.keeper.meet(inputs)
+        self.engine.training_state = self.keeper.state
+        return self.keeper.moves
 
     def optimizer_stepped(self) -> None:
         """Some optimizer has updated its parameters."""
@@ -114,7 +119,7 @@ class Session:
             return
         budget = self.config.device_budget
         if self.engine.recorder is None and budget is not None and budget.nbytes is not None:
-            self._forecast.refresh(())
+            self._forecast.refresh((), update_bytes=self.keeper.update_bytes)
             self._forecast.refuse_hopeless(budget.nbytes)
         self._called = True
 
@@ -167,6 +172,7 @@ class Session:
 
     def _begin_step(self, key: CaseKey) -> None:
         self._finish_step()
+        self.keeper.begin_step()
         case = self.cases.setdefault(key, Case(number=len(self.cases)))
         self.active = case
         if case.schedule is None and self._compiles == self._compiles_seen:
@@ -182,7 +188,9 @@ class Session:
         )
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
-            self._forecast.refresh(self.tables.values())
+            self._forecast.refresh(
+                self.tables.values(), update_bytes=self.keeper.update_bytes
+            )
             self._refuse_hopeless_budget()
         if self.steps == 0:
             log.info("%s", self._first_words())
@@ -203,6 +211,7 @@ class Session:
             self._finish_planned_step(case, recorder, transfers)
         elif not compiled and case.repeats:
             case.add(recorder)
+            self._share_out_again(case)
             if recorder.measure_memory:
                 self.device.run_fast()
             self._check_repeats(case)
@@ -299,7 +308,7 @@ class Session:
         """If the process took more than the budget, make a plan that holds the difference back."""
         actual = self.actual_peak_bytes()
         assert case.schedule is not None
-        budget = case.schedule.plan.budgets.device_bytes
+        budget = case.schedule.plan.budgets.device_bytes + self.keeper.limit_bytes
         replayed = self.plans.replayed is not None
         if actual <= budget or replayed or case.corrections >= _MAX_CORRECTIONS:
             return
@@ -324,7 +333,7 @@ class Session:
         """The device budget in force."""
         case = self.active
         if case is not None and case.schedule is not None:
-            return case.schedule.plan.budgets.device_bytes
+            return case.schedule.plan.budgets.device_bytes + self.keeper.limit_bytes
         if self.config.device_budget is None:
             return self.device.capacity_bytes()
         return self.config.device_budget.resolve(self._forecast.unlimited_peak_bytes)
@@ -353,9 +362,22 @@ class Session:
 
     def _refuse_hopeless_budget(self) -> None:
         """Fail before any computation if state and the largest operation alone are too much."""
-        self._budget_bytes = self.device_budget_bytes()
+        budget = self.device_budget_bytes()
+        if self.steps == 0:
+            self.keeper.share_out(budget, self._forecast.enough_bytes)
+        self._budget_bytes = budget - self.keeper.limit_bytes
         if self.steps == 0 and self.config.device_budget is not None:
             self._forecast.refuse_hopeless(self._budget_bytes)
+
+    def _share_out_again(self, case: Case) -> None:
+        """Once memory has been measured: the state gets what is left of the budget."""
+        if case.memory is None or not self.keeper.moves or self.plans.reserved_bytes:
+            return
+        least, most = self.plans.needs(case)
+        budget = self.device_budget_bytes()
+        self.keeper.share_out(budget, max(least, min(most, (budget + least) // 2)))
+        self.plans.reserved_bytes = self.keeper.limit_bytes
+        self._budget_bytes = budget - self.keeper.limit_bytes
 
     def actual_peak_bytes(self) -> int:
         """The most memory that tensors took since the plan came into force; -1 if unknown."""
@@ -405,6 +427,7 @@ def _after_optimizer(session: "weakref.ref[Session]") -> Callable[..., None]:
     return after
 
 
-def _close(device: Device, hook: RemovableHandle) -> None:
+def _close(device: Device, hook: RemovableHandle, keeper: StateKeeper) -> None:
     hook.remove()
+    keeper.close()
     device.close()

@@ -6,6 +6,7 @@ are shared by all graphs compiled under one configuration and live as long as on
 """
 
 import copy
+import functools
 import logging
 import os
 import weakref
@@ -84,11 +85,13 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Compiled:
-    session.compiled()
+    moves_state = session.compiling(example_inputs)
     if session.config.kernels == "inductor":
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=config_patches())
+        patches = config_patches(moves_state=moves_state)
+        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     else:
-        compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)(gm, example_inputs)
+        split = functools.partial(partition, moves_state=moves_state)
+        compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=split)(gm, example_inputs)
     varying = _telling_inputs(gm, example_inputs)
 
     def call(*args: Any) -> Any:

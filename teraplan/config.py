@@ -29,6 +29,7 @@ FILE_VARIABLE = "TERAPLAN_CONFIG"
 """Names a TOML file with the same options."""
 
 _KERNELS = ("inductor", "aot_eager")
+_TRAINING_STATE = ("auto", "moves", "stays")
 _PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
 _BUDGET_FORMS = '"2GiB", "500 MB", a number of bytes, or a percentage such as "60%"'
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -116,6 +117,9 @@ class Config:
     """Name of the planner."""
     kernels: Literal["inductor", "aot_eager"] = "inductor"
     """What compiles the rewritten graphs: fused kernels, or PyTorch's own ones (quick compiles)."""
+    training_state: Literal["auto", "moves", "stays"] = "auto"
+    """Whether parameters, gradients and optimizer state may leave the device. "auto": where they
+    would take more than three quarters of a device budget given in bytes."""
     strict: bool = False
     """Raise where something would otherwise take a slower path or stay unplanned."""
     report: str | None = None
@@ -223,6 +227,12 @@ def _kernels(value: object) -> str:
     return value
 
 
+def _training_state(value: object) -> str:
+    if not isinstance(value, str) or value not in _TRAINING_STATE:
+        raise ConfigError(f"expected one of {', '.join(_TRAINING_STATE)}")
+    return value
+
+
 def _flag(value: object) -> bool:
     if isinstance(value, str):
         value = _WORDS.get(value.strip().lower())
@@ -256,6 +266,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "profile_steps": _profile_steps,
     "policy": _policy,
     "kernels": _kernels,
+    "training_state": _training_state,
     "strict": _flag,
     "report": _report,
     "deadline_s": _deadline_s,

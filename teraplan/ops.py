@@ -14,6 +14,15 @@ back into the tensor. `slot` numbers the saved activations of one graph. `table`
 graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
 through every pass of Inductor. `save` and `done` say that they mutate `x` too (they do not), so
 that they come after every use of `x`, and no kernel writes its result in the place of `x` before.
+
+Where parameters and gradients move, too, both graphs have these besides:
+
+    acquire(p, chain)                           dw    = mm(...)
+    y     = x @ p                               dw_1  = settle(dw, chain)
+    release(p, chain)                           return dw_1
+
+`acquire` and `release` say that they mutate `p`, so that no use of it is outside of them. `settle`
+returns the gradient in memory that can move.
 """
 
 from collections.abc import Sequence
@@ -36,14 +45,20 @@ LIBRARY.define(
     tags=_EXACT,
 )
 LIBRARY.define("done(Tensor(a!) x, Tensor token, Tensor(b!) chain, int slot) -> ()", tags=_EXACT)
+LIBRARY.define("acquire(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
+LIBRARY.define("release(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
+LIBRARY.define("settle(Tensor gradient, Tensor(a!) chain) -> Tensor", tags=_EXACT)
 
 enter = torch.ops.teraplan.enter.default
 enter_backward = torch.ops.teraplan.enter_backward.default
 save = torch.ops.teraplan.save.default
 need = torch.ops.teraplan.need.default
 done = torch.ops.teraplan.done.default
+acquire = torch.ops.teraplan.acquire.default
+release = torch.ops.teraplan.release.default
+settle = torch.ops.teraplan.settle.default
 
-ALL = (enter, enter_backward, save, need, done)
+ALL = (enter, enter_backward, save, need, done, acquire, release, settle)
 
 
 def _fake_enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
@@ -73,11 +88,24 @@ def _fake_done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: 
     return None
 
 
+def _fake_acquire(parameter: torch.Tensor, chain: torch.Tensor) -> None:
+    return None
+
+
+def _fake_settle(gradient: torch.Tensor, chain: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
+    )
+
+
 for _name, _fake in (
     ("enter", _fake_enter),
     ("enter_backward", _fake_enter_backward),
     ("save", _fake_save),
     ("need", _fake_need),
     ("done", _fake_done),
+    ("acquire", _fake_acquire),
+    ("release", _fake_acquire),
+    ("settle", _fake_settle),
 ):
     torch.library.register_fake(f"teraplan::{_name}", _fake, lib=LIBRARY)

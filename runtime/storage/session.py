@@ -199,6 +199,10 @@ class Storage:
         if os.getpid() == self._owner_pid and not self._closed:
             self.traffic.drop(record)
 
+    def location(self, record: Record) -> tuple[int, int]:
+        """Descriptor of the file that holds the record's body, and the body's offset in it."""
+        return self._stores[record.store_index].arena.fd, record.offset
+
     def wait(self, transfer: Transfer, *, what: str) -> int:
         """Nanoseconds waited until `transfer` ended; what is waited for goes first in its queue.
 

@@ -169,6 +169,7 @@ def test_wrong_storage(value: object) -> None:
         ("policy", 3, "name of a policy"),
         ("kernels", "triton", "inductor, aot_eager"),
         ("kernels", ["inductor"], "inductor, aot_eager"),
+        ("training_state", "disk", "auto, moves, stays"),
         ("strict", "maybe", "true or false"),
         ("strict", 1, "true or false"),
         ("checksum", None, "true or false"),

@@ -1,0 +1,115 @@
+"""Puts ops around the uses of every parameter, and behind every gradient, of an instrumented pair.
+
+    forward                        backward
+    chain = enter(...)             chain = enter_backward(...)
+    acquire(p, chain)              acquire(p, chain)
+    y     = x @ p                  dx    = dy @ p.T
+    release(p, chain)              release(p, chain)
+                                   dp    = ...
+                                   dp_1  = settle(dp, chain)
+                                   return ..., dp_1
+
+A parameter may reach the backward as a view that the forward has made of it. Which tensor an op
+means is seen at run time, by its memory.
+"""
+
+from collections.abc import Sequence, Set
+from typing import cast
+
+import torch
+from torch import fx
+
+from teraplan import ops
+from teraplan.graph_table import MIN_SLOT_BYTES
+from teraplan.passes.aliases import base_of, uses_of
+from teraplan.passes.workspace import nbytes_of
+
+
+def insert_state_sites(
+    forward: fx.Graph, backward: fx.Graph, *, num_outputs: int, static_inputs: Sequence[int]
+) -> None:
+    """Insert all ops, in place, into graphs that have their `enter` and `enter_backward`.
+
+    Args:
+        forward: returns `num_outputs` results of the user, then what the backward is given.
+        backward: has a placeholder of the same name for each of the latter, and returns a gradient
+            or None for each input of the forward.
+        num_outputs: number of results of the user.
+        static_inputs: positions of the forward's placeholders that live as long as the model.
+    """
+    inputs = forward.find_nodes(op="placeholder")
+    static = {inputs[i] for i in static_inputs if i < len(inputs) and _is_large(inputs[i])}
+    saved = _saved_parameters(forward, num_outputs, static)
+    placeholders = backward.find_nodes(op="placeholder")
+    _bracket(forward, sorted(static, key=inputs.index), ops.enter)
+    _bracket(backward, [p for p in placeholders if p.name in saved], ops.enter_backward)
+    _settle_gradients(backward, inputs, static)
+
+
+def _is_large(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) is torch._subclasses.FakeTensor
+        and value.layout == torch.strided
+        and nbytes_of(node) >= MIN_SLOT_BYTES
+    )
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """True if the elements fill the memory from the first to the last."""
+    last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return bool(last + 1 == value.numel())
+
+
+def _saved_parameters(forward: fx.Graph, num_outputs: int, static: Set[fx.Node]) -> set[str]:
+    """Names under which parameters, or views of them, are passed to the backward."""
+    results = cast("Sequence[fx.Node | None]", forward.output_node().args[0])
+    return {
+        node.name
+        for node in results[num_outputs:]
+        if isinstance(node, fx.Node) and base_of(node) in static
+    }
+
+
+def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], enter: object) -> None:
+    """Insert `acquire` before the first use of each, and `release` after the last."""
+    (chain,) = graph.find_nodes(op="call_function", target=enter)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    spans: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+    for parameter in parameters:
+        uses = [node for node in uses_of(parameter) if node is not chain]
+        users = [node for node in parameter.users if node is not chain and node.op != "output"]
+        if uses:
+            last = max(uses, key=order.__getitem__)
+            spans.append((parameter, min(users, key=order.__getitem__), last))
+    for parameter, first, last in spans:
+        with graph.inserting_before(first):
+            graph.call_function(ops.acquire, (parameter, chain)).meta["val"] = None
+        with graph.inserting_after(last):
+            graph.call_function(ops.release, (parameter, chain)).meta["val"] = None
+
+
+def _settle_gradients(
+    backward: fx.Graph, inputs: Sequence[fx.Node], static: Set[fx.Node]
+) -> None:
+    """Let the backward return what `settle` makes of each large parameter's gradient."""
+    output = backward.output_node()
+    results = list(cast("Sequence[fx.Node | None]", output.args[0]))
+    if len(results) < len(inputs):
+        return
+    (chain,) = backward.find_nodes(op="call_function", target=ops.enter_backward)
+    order = {node: i for i, node in enumerate(backward.nodes)}
+    for position, source in enumerate(inputs):
+        gradient = results[position]
+        if source not in static or not isinstance(gradient, fx.Node) or not _is_large(gradient):
+            continue
+        if not _is_dense(gradient.meta["val"]):
+            continue
+        uses = [node for node in uses_of(base_of(gradient)) if node in order]
+        last = max([gradient, *uses], key=order.__getitem__)
+        with backward.inserting_after(last):
+            settled = backward.call_function(ops.settle, (gradient, chain))
+        settled.meta["val"] = gradient.meta["val"]
+        results[position] = settled
+    output.args = (tuple(results),)

@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimizer state that leave memory and keep their addresses."""

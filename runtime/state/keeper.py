@@ -1,0 +1,127 @@
+"""Decides whether a session's training state moves, and how much memory it may take.
+
+The state gets a fixed part of the device budget. All else (activations, workspace, what does not
+move) is planned within the rest, by code that knows nothing of this.
+"""
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from teraplan.config import Config
+from teraplan.runtime import census
+from teraplan.runtime.device import Device
+from teraplan.runtime.state.optimizer_steps import OptimizerSteps
+from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.storage import Storage, default_directory
+from teraplan.units import format_nbytes
+
+log = logging.getLogger(__name__)
+
+_MOVES_FROM = 0.75
+"""The state moves where it would take more than this part of the device budget."""
+_FIRST_SHARE = 0.5
+"""Part of the budget for the state until the graphs are known."""
+_TENSORS_AT_ONCE = 4
+"""A parameter's update needs it, its gradient and two states in memory together."""
+
+_TEMPORARIES = 2
+"""Tensors of a parameter's size that AdamW makes on the way."""
+
+
+class StateKeeper:
+    """The moving training state of one session, if there is any."""
+
+    def __init__(self, config: Config, device: Device) -> None:
+        self._config = config
+        self._device = device
+        self._decided = False
+        self.state: TrainingState | None = None
+        self._steps: OptimizerSteps | None = None
+        self._largest_bytes = 0
+
+    @property
+    def moves(self) -> bool:
+        """True if parameters, gradients and optimizer state move."""
+        return self.state is not None
+
+    @property
+    def limit_bytes(self) -> int:
+        """What of the device budget is the state's."""
+        return self.state.arena.limit_bytes if self.state is not None else 0
+
+    @property
+    def update_bytes(self) -> int | None:
+        """What the update of one parameter needs beside its state; None if nothing moves."""
+        return _TEMPORARIES * self._largest_bytes if self.moves else None
+
+    def meet(self, inputs: Iterable[object]) -> None:
+        """A graph with these inputs is about to be compiled."""
+        if not self._decided:
+            self._decided = True
+            budget = self._budget_bytes()
+            if budget is not None:
+                self._open(budget)
+        if self.state is None:
+            return
+        parameters = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
+        self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
+        self.state.arena.limit_bytes = max(self.state.arena.limit_bytes, self._least_bytes)
+        self.state.adopt_parameters(parameters)
+
+    def share_out(self, budget_bytes: int, other_bytes: int) -> None:
+        """Give the state what of the budget nothing else needs.
+
+        Args:
+            budget_bytes: the device budget.
+            other_bytes: what all that is not the state is to have.
+        """
+        if self.state is None:
+            return
+        self.state.arena.limit_bytes = max(budget_bytes - other_bytes, self._least_bytes)
+
+    def begin_step(self) -> None:
+        """A step's first forward begins."""
+        if self.state is not None:
+            self.state.begin_step()
+
+    def close(self) -> None:
+        """End all I/O of the state; its tensors stay readable."""
+        if self._steps is not None:
+            self._steps.close()
+        if self.state is not None:
+            self.state.close()
+
+    @property
+    def _least_bytes(self) -> int:
+        return _TENSORS_AT_ONCE * self._largest_bytes
+
+    def _budget_bytes(self) -> int | None:
+        """The device budget if the state is to move under it, else None."""
+        config, device = self._config, self._device
+        if config.training_state == "stays" or config.device_budget is None:
+            return None
+        if not device.moves_state:
+            return None
+        whole = device.state_bytes() + census.missing_gradient_nbytes(device.type)
+        whole += census.missing_optimizer_nbytes(device.type)
+        budget = config.device_budget.resolve(whole)
+        if config.training_state == "auto":
+            if config.device_budget.nbytes is None or whole <= budget * _MOVES_FROM:
+                return None
+        log.info("training state of %s moves", format_nbytes(whole))
+        return budget
+
+    def _open(self, budget_bytes: int) -> None:
+        directories = [Path(d) for d in self._config.storage] or [default_directory()]
+        storage = Storage.open(
+            directories,
+            checksum=False,  # the arena compares digests of its own
+            deadline_s=self._config.deadline_s,
+            strict=self._config.strict,
+        )
+        self.state = TrainingState(storage, int(budget_bytes * _FIRST_SHARE))
+        self._device.keeps_beside(self.state.arena)
+        self._steps = OptimizerSteps(self.state)

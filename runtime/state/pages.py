@@ -1,0 +1,122 @@
+"""Pages of this process by address: taken, moved elsewhere, replaced by a file's content.
+
+A tensor that is away keeps its address: a shared mapping of the spill file lies there, so whoever
+touches it gets the right bytes, slower, and what is written there reaches the file.
+
+    in memory   address -> anonymous pages
+    away        address -> the file at the record's offset
+
+Pages are moved by mremap, about 10 us for 16 MiB, instead of being freed and touched again: direct
+reads into touched pages ran at 2.4 to 2.7 GB/s, into fresh ones at 0.3 to 1.7 GB/s.
+
+The calls hold the GIL. While pages are moved away (some microseconds) the address holds zeros: no
+Python code can see that, but a thread which computes on the tensor with the GIL released could.
+"""
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+PAGE_BYTES = mmap.PAGESIZE
+HUGE_PAGE_BYTES = 2 << 20
+
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_NO_RESERVE, _FIXED = 0x4000, 0x10
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+_MAY_MOVE, _MOVE_FIXED, _DONT_UNMAP = 1, 2, 4
+_FAILED = ctypes.c_void_p(-1).value
+_PAGEMAP = Path("/proc/self/pagemap")
+_PRESENT_OR_SWAPPED = 0xC0
+"""Of the last byte of a page's entry in /proc/self/pagemap."""
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+]
+_libc.mremap.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def round_up(nbytes: int) -> int:
+    """`nbytes` in whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def take(nbytes: int) -> int:
+    """Address of `nbytes` (whole pages) of new anonymous memory, untouched.
+
+    From 2 MiB on it is aligned for huge pages, and asks for them.
+
+    Raises:
+        OSError: the system has no memory or no room for another mapping.
+    """
+    if nbytes < HUGE_PAGE_BYTES:
+        return _map(None, nbytes, _ANONYMOUS, -1, 0)
+    start = _map(None, nbytes + HUGE_PAGE_BYTES, _ANONYMOUS, -1, 0)
+    address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    if address > start:
+        release(start, address - start)
+    release(address + nbytes, start + HUGE_PAGE_BYTES - address)
+    _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a wish: no error if it is not granted
+    return address
+
+
+def release(address: int, nbytes: int) -> None:
+    """Unmap whatever is there."""
+    _libc.munmap(address, nbytes)
+
+
+def move(source: int, target: int, nbytes: int) -> None:
+    """Move the anonymous pages at `source` to `target`, replacing what is mapped there.
+
+    `source` stays mapped, untouched. (Unmapped, another thread's mapping could come to lie there.)
+    """
+    flags = _MAY_MOVE | _MOVE_FIXED | _DONT_UNMAP
+    if _libc.mremap(source, nbytes, nbytes, flags, target) == _FAILED:
+        raise _error(f"moving {nbytes} bytes of memory")
+
+
+def show_file(address: int, nbytes: int, fd: int, offset: int) -> None:
+    """Let the file's bytes from `offset` appear at `address`, writable, in place of what is there.
+
+    Pages that were there are given back to the system.
+    """
+    _map(address, nbytes, mmap.MAP_SHARED | _FIXED, fd, offset)
+
+
+def drop_mapped(address: int, nbytes: int) -> None:
+    """Take the pages of a file that is shown at `address` out of this process's memory.
+
+    Nothing is lost: what was written there is the file's. Never to be called on anonymous pages.
+    """
+    _libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
+
+
+def any_touched(address: int, nbytes: int) -> bool:
+    """True if a page there is in this process's memory, because something has read or written it.
+
+    The kernel may take such pages away under memory pressure without a trace.
+    """
+    with _PAGEMAP.open("rb", buffering=0) as file:
+        entries = os.pread(file.fileno(), nbytes // PAGE_BYTES * 8, address // PAGE_BYTES * 8)
+    return any(entries[7::8].translate(_IS_THERE))
+
+
+_IS_THERE = bytes(1 if value & _PRESENT_OR_SWAPPED else 0 for value in range(256))
+
+
+def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> int:
+    result = _libc.mmap(address, nbytes, _READ_WRITE, flags, fd, offset)
+    if result == _FAILED:
+        raise _error(f"mapping {nbytes} bytes")
+    return int(result)
+
+
+def _error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")

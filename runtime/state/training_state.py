@@ -1,0 +1,179 @@
+"""The parameters, gradients and optimizer state of a session's models, moved under a limit.
+
+Compiled graphs call `acquire` before the first and `release` after the last use of a parameter, and
+`settle` where a gradient is complete; the optimizer's buckets call `using`. What is not asked for
+stays right all the same: its address shows the spill file.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from teraplan.graph_table import MIN_SLOT_BYTES
+from teraplan.runtime.state.arena import StateArena
+from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.departures import departures
+from teraplan.runtime.state.lease import span_nbytes
+from teraplan.runtime.storage import Storage
+from teraplan.step_trace import TensorKind
+
+
+class TrainingState:
+    """See the module's text. Its methods are called by the training thread."""
+
+    def __init__(self, storage: Storage, limit_bytes: int) -> None:
+        self.arena = StateArena(storage, limit_bytes)
+        self._leaves: frozenset[int] = frozenset()
+        self._leaves_limit = -1
+        self._num_persistent = 0
+        self._num_gradients = 0
+
+    # -- taking tensors in -----------------------------------------------------------------------
+
+    def adopt_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Move the memory of parameters into the arena, one at a time."""
+        for parameter in parameters:
+            if not is_movable(parameter) or self.arena.block_of(parameter) is not None:
+                continue
+            parameter.data = self._copy(parameter.data, TensorKind.PARAMETER, "parameter")
+            if parameter.requires_grad:
+                self._watch_gradient(parameter)
+
+    def adopt_state(self, state: dict[str, object]) -> None:
+        """Move the tensors of one parameter's optimizer state into the arena."""
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and is_movable(value):
+                if self.arena.block_of(value) is None:
+                    state[name] = self._copy(value, TensorKind.OPTIMIZER_STATE, name)
+
+    def _copy(self, source: torch.Tensor, kind: TensorKind, name: str) -> torch.Tensor:
+        number = self._num_persistent
+        self._num_persistent += 1
+        shape = "x".join(map(str, source.shape))
+        target = self.arena.allocate(source, (kind, number), f"{name} {number} ({shape})")
+        return target.copy_(source)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The next step's first forward begins."""
+        arena = self.arena
+        arena.user_may_have_run()
+        changed = arena.timeline.begin_step()
+        if changed or self._leaves_limit != arena.limit_bytes:
+            self._leaves_limit = arena.limit_bytes
+            self._leaves = departures(arena.timeline.past, arena.sizes, arena.limit_bytes)
+        self._num_gradients = 0
+
+    # -- what compiled graphs call ---------------------------------------------------------------
+
+    def acquire(self, parameter: torch.Tensor) -> None:
+        """A graph is about to use the parameter, or a view of it."""
+        block = self.arena.block_of(parameter)
+        if block is not None:
+            self.arena.use(block)
+            self.arena.prefetch()
+
+    def release(self, parameter: torch.Tensor) -> None:
+        """The graph has used it for the last time."""
+        block = self.arena.block_of(parameter)
+        if block is not None:
+            self._done(block)
+
+    def settle(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A copy of the gradient that may leave memory at once."""
+        number = self._num_gradients
+        self._num_gradients += 1
+        key = (TensorKind.GRADIENT, number)
+        shape = "x".join(map(str, gradient.shape))
+        copy = self.arena.allocate(gradient, key, f"gradient {number} ({shape})")
+        copy.copy_(gradient)
+        block = self.arena.block_of(copy)
+        assert block is not None
+        self.arena.use(block, writes=True)
+        self._done(block)
+        return copy
+
+    # -- what the optimizer's buckets call -------------------------------------------------------
+
+    @contextmanager
+    def using(self, tensors: Iterable[torch.Tensor], *, writes: bool) -> Iterator[None]:
+        """Within this the tensors are in memory."""
+        found = [self.arena.block_of(tensor) for tensor in tensors]
+        blocks = [block for block in found if block is not None]
+        for block in blocks:
+            self.arena.use(block, writes=writes and block.key[0] is not TensorKind.GRADIENT)
+        try:
+            self.arena.prefetch()
+            yield
+        finally:
+            for block in blocks:
+                self._done(block)
+
+    def _done(self, block: Block) -> None:
+        if block.key[0] is TensorKind.GRADIENT and block.position is not None:
+            # After its last use a gradient stays the user's: it goes where that writes nothing.
+            leaves = block.position in self._leaves or block.record is not None
+        else:
+            leaves = block.position in self._leaves
+        self.arena.done(block, leaves=leaves)
+
+    # -- gradients outside of graphs -------------------------------------------------------------
+
+    def _watch_gradient(self, parameter: torch.nn.Parameter) -> None:
+        """See that a gradient which is added to is in memory, and that any other is taken in."""
+        state = weakref.ref(self)
+        target = weakref.ref(parameter)
+        pinned: list[Block] = []
+
+        def before(new: torch.Tensor) -> None:
+            alive, owner = state(), target()
+            if alive is None or owner is None or owner.grad is None:
+                return
+            for gradient in (owner.grad, new):
+                block = alive.arena.block_of(gradient) if is_movable(gradient) else None
+                if block is not None:
+                    alive.arena.use(block)
+                    pinned.append(block)
+
+        def after(owner: torch.Tensor) -> None:
+            alive = state()
+            while pinned:
+                block = pinned.pop()
+                if alive is not None:
+                    alive._done(block)
+            gradient = owner.grad
+            if alive is None or gradient is None or not is_movable(gradient):
+                return
+            if alive.arena.block_of(gradient) is None:
+                owner.grad = alive.settle(gradient)
+
+        parameter.register_hook(before)
+        parameter.register_post_accumulate_grad_hook(after)
+
+    def close(self) -> None:
+        """End all I/O; what is away stays readable."""
+        self.arena.close()
+
+
+def is_movable(tensor: torch.Tensor) -> bool:
+    """True if the tensor is worth moving and its memory can be anywhere."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.storage_offset() == 0
+        and span_nbytes(tensor) >= MIN_SLOT_BYTES
+        and span_nbytes(tensor) == tensor.nbytes
+        and _whole_storage(tensor)
+    )
+
+
+def _whole_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() <= tensor.nbytes + _SLACK_BYTES
+
+
+_SLACK_BYTES = 4096
