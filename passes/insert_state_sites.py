@@ -14,7 +14,7 @@ means is seen at run time, by its memory.
 """
 
 from collections.abc import Sequence, Set
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -72,7 +72,7 @@ def _saved_parameters(forward: fx.Graph, num_outputs: int, static: Set[fx.Node])
     }
 
 
-def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], enter: object) -> None:
+def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], enter: Any) -> None:
     """Insert `acquire` before the first use of each, and `release` after the last."""
     (chain,) = graph.find_nodes(op="call_function", target=enter)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -90,9 +90,7 @@ def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], enter: object) -> N
             graph.call_function(ops.release, (parameter, chain)).meta["val"] = None
 
 
-def _settle_gradients(
-    backward: fx.Graph, inputs: Sequence[fx.Node], static: Set[fx.Node]
-) -> None:
+def _settle_gradients(backward: fx.Graph, inputs: Sequence[fx.Node], static: Set[fx.Node]) -> None:
     """Let the backward return what `settle` makes of each large parameter's gradient."""
     output = backward.output_node()
     results = list(cast("Sequence[fx.Node | None]", output.args[0]))

@@ -42,6 +42,12 @@ resident_bytes_fast = _Statm().resident_bytes
 """Resident set size now, for use at every site."""
 
 
+def mapped_file_bytes() -> int:
+    """Of the resident set, pages of files that are mapped."""
+    with _STATM.open() as line:
+        return int(line.read().split()[2]) * _PAGE_BYTES
+
+
 def peak_bytes() -> int:
     """The most that the resident set has been since `reset_peak` or the process's start."""
     return _status_bytes("VmHWM")

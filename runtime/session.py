@@ -188,9 +188,7 @@ class Session:
         )
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
-            self._forecast.refresh(
-                self.tables.values(), update_bytes=self.keeper.update_bytes
-            )
+            self._forecast.refresh(self.tables.values(), update_bytes=self.keeper.update_bytes)
             self._refuse_hopeless_budget()
         if self.steps == 0:
             log.info("%s", self._first_words())

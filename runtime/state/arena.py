@@ -11,6 +11,7 @@ That is exact, whoever may have written to the tensor meanwhile, and as fast as 
 """
 
 import ctypes
+import os
 import threading
 from collections import Counter, OrderedDict, deque
 from functools import partial
@@ -54,6 +55,8 @@ class StateArena:
         self._alive: Counter[Key] = Counter()
         self._in_memory: OrderedDict[Block, None] = OrderedDict()
         """Least recently used first."""
+        self._shown: OrderedDict[Block, None] = OrderedDict()
+        """Where the spill file is shown."""
         self._leaving: deque[Block] = deque()
         self._ended: deque[Block] = deque()
         self._epoch = 0
@@ -177,7 +180,7 @@ class StateArena:
         return self._digest(block.address, block.nbytes) == block.digest
 
     def _take_out(self, block: Block) -> None:
-        """The bytes of a block are in its record: free its pages, show the record in their place."""
+        """The block's bytes are in its record: free its pages, show the record in their place."""
         assert block.record is not None
         fd, offset = self.storage.location(block.record)
         waiting = pages.take(block.nbytes)
@@ -188,6 +191,7 @@ class StateArena:
         block.place, block.leaving, block.touched = Place.STORAGE, False, False
         del self._in_memory[block]
         self._away[block.key] = block
+        self._shown[block] = None
 
     def _drop_record(self, block: Block) -> None:
         if block.record is not None:
@@ -201,9 +205,7 @@ class StateArena:
         block.landing = self._pages(block.nbytes)
         self._away.pop(block.key, None)
         block.epoch = self._epoch
-        block.arrival = self.storage.get(
-            block.record, block.landing, owner=block, urgent=urgent
-        )
+        block.arrival = self.storage.get(block.record, block.landing, owner=block, urgent=urgent)
         block.place = Place.COMING
         self.read_bytes += block.nbytes
 
@@ -213,6 +215,7 @@ class StateArena:
         assert block.arrival is not None
         self.waited_ns += self.storage.wait(block.arrival, what=f"{block.label} to come back")
         self._check_landed(block)
+        del self._shown[block]
         pages.move(block.landing, block.address, block.nbytes)
         pages.release(block.landing, block.nbytes)
         block.arrival, block.landing, block.place = None, 0, Place.MEMORY
@@ -220,7 +223,7 @@ class StateArena:
 
     def _check_landed(self, block: Block) -> None:
         """See that what has come back is what left, or what has been written there since."""
-        touched = block.touched or pages.any_touched(block.address, block.nbytes)
+        touched = block.touched or bool(pages.touched_bytes(block.address, block.nbytes))
         if touched:  # perhaps after the read, and the mapping always has the latest
             ctypes.memmove(block.landing, block.address, block.nbytes)
         found = self._digest(block.landing, block.nbytes)
@@ -302,6 +305,7 @@ class StateArena:
         if self._away.get(block.key) is block:
             del self._away[block.key]
         self._in_memory.pop(block, None)
+        self._shown.pop(block, None)
         self._drop_record(block)
         if block.place is Place.MEMORY:
             self._pool.give(block.address, block.nbytes)
@@ -316,15 +320,26 @@ class StateArena:
     def _digest(address: int, nbytes: int) -> int:
         return xxhash.xxh3_64_intdigest(view(address, nbytes))
 
-    def drop_touched(self) -> None:
-        """Take what user code has touched of blocks that are away out of memory again."""
+    def drop_touched(self, nbytes: int) -> None:
+        """Take what user code has touched of blocks that are away out of memory again.
+
+        Looks for about `nbytes`, first where such bytes were found the last time: whoever reads
+        all of the state reads it in order.
+        """
         with self.lock:
-            for block in self.blocks.values():
-                if block.place is Place.MEMORY:
-                    continue
-                if block.touched or pages.any_touched(block.address, block.nbytes):
+            for _ in range(len(self._shown)):
+                block = next(iter(self._shown))
+                found = pages.touched_bytes(block.address, block.nbytes)
+                if found:
                     block.touched = True
                     pages.drop_mapped(block.address, block.nbytes)
+                    assert block.record is not None
+                    fd, offset = self.storage.location(block.record)
+                    os.posix_fadvise(fd, offset, block.nbytes, os.POSIX_FADV_DONTNEED)
+                    nbytes -= found
+                    if nbytes <= 0:
+                        return
+                self._shown.move_to_end(block)
 
     def close(self) -> None:
         """End all I/O. What is away stays readable at its address as long as its tensor lives."""

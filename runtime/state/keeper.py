@@ -108,9 +108,9 @@ class StateKeeper:
         whole = device.state_bytes() + census.missing_gradient_nbytes(device.type)
         whole += census.missing_optimizer_nbytes(device.type)
         budget = config.device_budget.resolve(whole)
-        if config.training_state == "auto":
-            if config.device_budget.nbytes is None or whole <= budget * _MOVES_FROM:
-                return None
+        fits = config.device_budget.nbytes is None or whole <= budget * _MOVES_FROM
+        if config.training_state == "auto" and fits:
+            return None
         log.info("training state of %s moves", format_nbytes(whole))
         return budget
 

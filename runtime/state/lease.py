@@ -14,7 +14,7 @@ class _Leases:
 
     @classmethod
     def at(cls, address: int, nbytes: int, ended: Callable[[], None]) -> Any:  # noqa: ANN401
-        kind = cls.kinds.get(nbytes)
+        kind: Any = cls.kinds.get(nbytes)
         if kind is None:
             kind = type("_StateLease", (ctypes.c_char * nbytes,), {"__del__": _end})
             cls.kinds[nbytes] = kind

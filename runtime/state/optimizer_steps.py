@@ -9,6 +9,7 @@ for every optimizer that updates each parameter by itself.
 
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import CodeType, FrameType
@@ -63,8 +64,8 @@ class OptimizerSteps:
                 optimizer.register_step_post_hook(after),
             )
         before_handle, after_handle = self._handles[optimizer]
-        optimizer._optimizer_step_pre_hooks.move_to_end(before_handle.id)
-        optimizer._optimizer_step_post_hooks.move_to_end(after_handle.id, last=False)
+        _ordered(optimizer._optimizer_step_pre_hooks).move_to_end(before_handle.id)
+        _ordered(optimizer._optimizer_step_post_hooks).move_to_end(after_handle.id, last=False)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Run all buckets but one, and leave that one in `param_groups`."""
@@ -153,12 +154,16 @@ class OptimizerSteps:
     def _buckets(self, optimizer: Optimizer) -> list[set[int]]:
         """Identities of the parameters of each bucket, those of the last layers first.
 
-        What the next forward needs first is then used last, and still in memory.
+        What the next forward needs first is then used last, and still in memory. But where state
+        is made for the first time, it is made in the order in which a plain step makes it.
         """
+        parameters = list(_parameters(optimizer))
+        if all(parameter in optimizer.state for parameter in parameters):
+            parameters.reverse()
         limit = self._state.arena.limit_bytes // _BUCKET_SHARE
         buckets: list[set[int]] = [set()]
         nbytes = 0
-        for parameter in reversed(list(_parameters(optimizer))):
+        for parameter in parameters:
             size = sum(t.nbytes for t in _tensors(optimizer, [parameter]))
             if nbytes + size > limit and buckets[-1]:
                 buckets.append(set())
@@ -171,6 +176,11 @@ class OptimizerSteps:
         return (
             parameter.layout == torch.strided and self._state.arena.block_of(parameter) is not None
         )
+
+
+def _ordered(hooks: object) -> "OrderedDict[int, Any]":
+    assert isinstance(hooks, OrderedDict), "torch keeps hooks in the order of their registration"
+    return hooks
 
 
 def _is_nested(optimizer: Optimizer) -> bool:

@@ -97,14 +97,14 @@ def drop_mapped(address: int, nbytes: int) -> None:
     _libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
 
 
-def any_touched(address: int, nbytes: int) -> bool:
-    """True if a page there is in this process's memory, because something has read or written it.
+def touched_bytes(address: int, nbytes: int) -> int:
+    """Bytes of the pages there that are in this process's memory, as something has touched them.
 
     The kernel may take such pages away under memory pressure without a trace.
     """
     with _PAGEMAP.open("rb", buffering=0) as file:
         entries = os.pread(file.fileno(), nbytes // PAGE_BYTES * 8, address // PAGE_BYTES * 8)
-    return any(entries[7::8].translate(_IS_THERE))
+    return entries[7::8].translate(_IS_THERE).count(1) * PAGE_BYTES
 
 
 _IS_THERE = bytes(1 if value & _PRESENT_OR_SWAPPED else 0 for value in range(256))

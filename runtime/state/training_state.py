@@ -16,6 +16,7 @@ from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.lease import span_nbytes
+from teraplan.runtime.state.trimmer import Trimmer
 from teraplan.runtime.storage import Storage
 from teraplan.step_trace import TensorKind
 
@@ -25,6 +26,7 @@ class TrainingState:
 
     def __init__(self, storage: Storage, limit_bytes: int) -> None:
         self.arena = StateArena(storage, limit_bytes)
+        self._trimmer = Trimmer(self.arena)
         self._leaves: frozenset[int] = frozenset()
         self._leaves_limit = -1
         self._num_persistent = 0
@@ -44,9 +46,10 @@ class TrainingState:
     def adopt_state(self, state: dict[str, object]) -> None:
         """Move the tensors of one parameter's optimizer state into the arena."""
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and is_movable(value):
-                if self.arena.block_of(value) is None:
-                    state[name] = self._copy(value, TensorKind.OPTIMIZER_STATE, name)
+            if not isinstance(value, torch.Tensor) or not is_movable(value):
+                continue
+            if self.arena.block_of(value) is None:
+                state[name] = self._copy(value, TensorKind.OPTIMIZER_STATE, name)
 
     def _copy(self, source: torch.Tensor, kind: TensorKind, name: str) -> torch.Tensor:
         number = self._num_persistent
@@ -150,11 +153,12 @@ class TrainingState:
             if alive.arena.block_of(gradient) is None:
                 owner.grad = alive.settle(gradient)
 
-        parameter.register_hook(before)
-        parameter.register_post_accumulate_grad_hook(after)
+        parameter.register_hook(before)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """End all I/O; what is away stays readable."""
+        self._trimmer.close()
         self.arena.close()
 
 

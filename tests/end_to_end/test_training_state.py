@@ -1,0 +1,315 @@
+"""Parameters, gradients and optimizer state under a budget that they do not fit: equal bits."""
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from teraplan.errors import UnsupportedError
+from teraplan.runtime.state.training_state import TrainingState
+from tests.end_to_end.training import MLP, Program, Run, assert_same, run, sessions
+
+Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+WIDTH, DEPTH, ROWS, STEPS = 192, 6, 32, 6
+BUDGET = 3 << 20
+"""Of 0.84 MiB of parameters with as many gradients and up to twice as much optimizer state, a
+little more than a half."""
+
+
+def model(depth: int = DEPTH) -> MLP:
+    return MLP(width=WIDTH, depth=depth, rows=ROWS)
+
+
+def moving() -> TrainingState:
+    """The training state of the session that moves one."""
+    (state,) = [s.keeper.state for s in sessions() if s.keeper.state is not None]
+    return state
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    values = [v for state in optimizer.state.values() for v in state.values()]
+    return [v for v in values if isinstance(v, Tensor)]
+
+
+def check(program: Program, *, budget: int = BUDGET, **options: object) -> TrainingState:
+    """The program's bits are the same whether its training state stays or moves."""
+    reference = run(program, device_budget=100 << 30, training_state="stays", **options)
+    limited = run(program, device_budget=budget, training_state="moves", **options)
+    assert_same(reference, limited)
+    state = moving()
+    arena = state.arena
+    assert arena.read_bytes > arena.total_bytes, "nothing had to come back"
+    assert arena.overrun_bytes == 0
+    assert arena.peak_bytes <= arena.limit_bytes or arena.limit_bytes < budget
+    return state
+
+
+def training(
+    make_optimizer: Optimizers,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    set_to_none: bool = True,
+    make_model: Callable[[], MLP] = model,
+    between: Callable[[MLP, torch.optim.Optimizer, int], None] | None = None,
+) -> Program:
+    def program(this: Run) -> None:
+        net = make_model()
+        this.compile(net)
+        optimizer = make_optimizer([p for p in net.parameters() if p.requires_grad])
+        for step in range(STEPS):
+            for micro in range(accumulate):
+                loss = net(*net.batch(step * accumulate + micro)) / accumulate
+                torch.autograd.backward(loss)
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad(set_to_none=set_to_none)
+            if between is not None:
+                between(net, optimizer, step)
+
+    return program
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Optimizers] = {
+    "AdamW": adamw,
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str) -> None:
+    check(training(OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation(set_to_none: bool) -> None:
+    check(training(adamw, accumulate=4, set_to_none=set_to_none))
+
+
+def test_clipping_as_torch_does_it() -> None:
+    check(training(adamw, clip=1e-3))
+
+
+def test_frozen_parameters_are_written_once() -> None:
+    def make_model() -> MLP:
+        net = model()
+        for layer in net.layers[:4]:
+            layer.weight.requires_grad_(False)
+        return net
+
+    state = check(training(adamw, make_model=make_model), budget=2 << 20)
+    frozen = 4 * WIDTH * WIDTH * 4
+    trained = 2 * WIDTH * WIDTH * 4
+    # Each step may write a parameter, its gradient and two states of what is trained.
+    assert state.arena.written_bytes <= frozen + 4 * trained * (STEPS + 1)
+
+
+class Tied(MLP):
+    """The last layer's weight is the first one's."""
+
+    def __init__(self) -> None:
+        super().__init__(width=WIDTH, depth=DEPTH, rows=ROWS)
+        self.layers[-1].weight = self.layers[0].weight
+
+
+def test_tied_weights() -> None:
+    check(training(adamw, make_model=Tied))
+
+
+def test_groups_and_a_scheduler() -> None:
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        first, second = list(net.layers[:3].parameters()), list(net.layers[3:].parameters())
+        groups = [{"params": first, "lr": 1e-2}, {"params": second, "lr": 1e-3}]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 1e-3], total_steps=20)
+        for step in range(STEPS):
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            assert [g["params"] for g in optimizer.param_groups] == [first, second]
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    check(program)
+
+
+def test_closure_is_called_once() -> None:
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        calls: list[int] = []
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> Tensor:
+                calls.append(step)
+                optimizer.zero_grad()
+                loss: Tensor = net(*net.batch(step))
+                torch.autograd.backward(loss)
+                return loss
+
+            result = optimizer.step(closure)
+            assert isinstance(result, Tensor)
+            this.record(result, net, others=states(optimizer))
+        assert calls == list(range(STEPS))
+
+    check(program)
+
+
+def test_hooks_of_the_user_see_a_whole_optimizer() -> None:
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        parameters = list(net.parameters())
+        optimizer = adamw(parameters)
+        seen: list[int] = []
+
+        def before(*_: object) -> None:
+            seen.append(len(optimizer.param_groups[0]["params"]))
+            for p in parameters:
+                assert p.grad is not None
+                p.grad.mul_(0.5)
+
+        def after(*_: object) -> None:
+            seen.append(len(optimizer.param_groups[0]["params"]))
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        for step in range(STEPS):
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+        assert seen == [len(parameters)] * 2 * STEPS
+
+    check(program)
+
+
+def test_what_users_do_between_steps() -> None:
+    """An average of the weights, weights swapped in place, a step by hand, evaluation."""
+    averages: list[Tensor] = []
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        with torch.no_grad():
+            if step == 0:
+                averages[:] = [p.clone() for p in net.parameters()]
+            for average, p in zip(averages, net.parameters(), strict=True):
+                average.lerp_(p, 0.5)
+            if step == 2:
+                for average, p in zip(averages, net.parameters(), strict=True):
+                    p.copy_(average)
+            if step == 3:
+                for p in net.parameters():
+                    p.data.numpy()[...] *= 0.5
+            net.eval()
+            net(*net.batch(100))
+            net.train()
+
+    check(training(adamw, between=between))
+
+
+def test_checkpoints_and_copies() -> None:
+    """What is saved is what plain PyTorch saves, and loads there; loading works in place."""
+    saved: list[bytes] = []
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 1:
+            twin = copy.deepcopy(net)
+            for mine, its in zip(net.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(mine, its)
+            buffer = io.BytesIO()
+            torch.save([net.state_dict(), optimizer.state_dict()], buffer)
+            saved.append(buffer.getvalue())
+            weights, moments = torch.load(io.BytesIO(saved[-1]))
+            plain = model()
+            plain.load_state_dict(weights)
+            plain_optimizer = adamw(plain.parameters())
+            plain_optimizer.load_state_dict(moments)
+            for p, its in zip(net.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(p, its)
+            for mine, theirs in zip(states(optimizer), states(plain_optimizer), strict=True):
+                assert torch.equal(mine, theirs)
+        if step == 3:
+            weights, moments = torch.load(io.BytesIO(saved[-1]))
+            net.load_state_dict(weights)
+            optimizer.load_state_dict(moments)
+
+    check(training(adamw, between=between))
+    with_it, without_it = saved[1], saved[0]
+    assert with_it == without_it, "a checkpoint is the same bytes as without moving"
+
+
+def test_tensors_stay_readable_when_everything_is_over() -> None:
+    kept: list[Tensor] = []
+
+    def keeping(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(3):
+            torch.autograd.backward(net(*net.batch(step)))
+            optimizer.step()
+            this.record(torch.zeros(1), net)
+            optimizer.zero_grad()
+        kept.extend(p.detach() for p in net.parameters())
+
+    run(keeping, device_budget=BUDGET, training_state="moves")
+    expected = [k.clone() for k in kept]
+    for session in sessions():
+        session.close()
+    torch._dynamo.reset()
+    for one, its in zip(kept, expected, strict=True):
+        assert torch.equal(one, its)
+
+
+def test_lbfgs_is_refused_by_name() -> None:
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        optimizer = torch.optim.LBFGS(net.parameters())
+
+        def closure() -> Tensor:
+            loss: Tensor = net(*net.batch(0))
+            torch.autograd.backward(loss)
+            return loss
+
+        torch.autograd.backward(net(*net.batch(0)))
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+
+    with pytest.raises(UnsupportedError, match=r"LBFGS updates all parameters together.*stays"):
+        run(program, device_budget=BUDGET, training_state="moves")
+
+
+class SharedStep(torch.optim.SGD):
+    """Keeps a sum over all parameters in its group: not one parameter at a time."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norms = [float(p.grad.norm()) for p in group["params"] if p.grad is not None]
+            group["norm"] = sum(norms)
+        super().step(closure)
+
+
+def test_an_optimizer_over_all_parameters_is_refused_by_name() -> None:
+    program = training(lambda p: SharedStep(p, lr=0.1))
+    with pytest.raises(UnsupportedError, match=r"SharedStep does not update each parameter"):
+        run(program, device_budget=BUDGET, training_state="moves")
