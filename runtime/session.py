@@ -192,6 +192,8 @@ class Session:
             self._refuse_hopeless_budget()
         if self.steps == 0:
             log.info("%s", self._first_words())
+            if self.keeper.refusal:
+                self._fall_back(self.keeper.refusal)
         self.engine.begin_step(
             recorder, case.schedule, self._safe_limit(), self._resident_limits(case)
         )

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from teraplan.run_record import Direction, RunRecord
+from teraplan.runtime.state.training_state import TrainingState
 from teraplan.status import Status, StoreStatus
 
 if TYPE_CHECKING:
@@ -33,11 +34,23 @@ def status_of(session: "Session") -> Status:
         "stores": _stores(session),
         "fallbacks": (*session.fallbacks, *session.device.fallbacks),
     }
+    if session.keeper.state is not None:
+        status |= _of_state(session.keeper.state)
     if planned:
         status |= _of_plan(session)
         if case is not None and case.runs and case.runs_of is case.schedule:
             status |= _of_runs(case.runs)
     return Status(**status)  # type: ignore[arg-type]  # a dict of mixed types
+
+
+def _of_state(state: TrainingState) -> dict[str, object]:
+    return {
+        "moving_state_bytes": state.arena.total_bytes,
+        "moving_state_budget_bytes": state.arena.limit_bytes,
+        "state_written_bytes": state.last_step.written_bytes,
+        "state_read_bytes": state.last_step.read_bytes,
+        "state_wait_ns": state.last_step.waited_ns,
+    }
 
 
 def _phase(session: "Session") -> str:

@@ -51,6 +51,15 @@ class Status:
     bytes_out: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes that left the device in the last step, by tier."""
     bytes_back: dict[str, int] = field(default_factory=dict[str, int])
+    moving_state_bytes: int = -1
+    """Parameters, gradients and optimizer state that move, wherever they are; -1: none moves."""
+    moving_state_budget_bytes: int = -1
+    """Of the device budget, what they may take."""
+    state_written_bytes: int = -1
+    """To storage in the last step; unchanged parameters cause no writes."""
+    state_read_bytes: int = -1
+    state_wait_ns: int = -1
+    """Waits for them in the last step."""
     diverged_steps: int = 0
     """Steps that did something else than was planned, and went on without a plan."""
     stores: tuple[StoreStatus, ...] = ()
@@ -78,6 +87,13 @@ class Status:
                 f"  {tier:8} out / back        {_bytes(self.bytes_out[tier])}"
                 f" / {_bytes(self.bytes_back.get(tier, 0))} per step"
             )
+        if self.moving_state_bytes >= 0:
+            lines += [
+                f"  training state / in memory {_bytes(self.moving_state_bytes)}"
+                f" / {_bytes(self.moving_state_budget_bytes)}",
+                f"  written / read per step    {_bytes(self.state_written_bytes)}"
+                f" / {_bytes(self.state_read_bytes)}, waits {_time(self.state_wait_ns)}",
+            ]
         lines += [f"  store {s.directory}: {s.path} on {s.file_system}" for s in self.stores]
         lines += [f"  fallback: {text}" for text in self.fallbacks]
         return "\n".join(lines)

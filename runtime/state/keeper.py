@@ -39,6 +39,8 @@ class StateKeeper:
         self._device = device
         self._decided = False
         self.state: TrainingState | None = None
+        self.refusal = ""
+        """Why the training state stays although it should move."""
         self._steps: OptimizerSteps | None = None
         self._largest_bytes = 0
 
@@ -103,13 +105,17 @@ class StateKeeper:
         config, device = self._config, self._device
         if config.training_state == "stays" or config.device_budget is None:
             return None
-        if not device.moves_state:
-            return None
         whole = device.state_bytes() + census.missing_gradient_nbytes(device.type)
         whole += census.missing_optimizer_nbytes(device.type)
         budget = config.device_budget.resolve(whole)
         fits = config.device_budget.nbytes is None or whole <= budget * _MOVES_FROM
         if config.training_state == "auto" and fits:
+            return None
+        if not device.moves_state:
+            self.refusal = (
+                f"parameters stay on the device on {device.type.upper()}: not implemented; so do "
+                f"gradients and optimizer state, {format_nbytes(whole)} in all"
+            )
             return None
         log.info("training state of %s moves", format_nbytes(whole))
         return budget

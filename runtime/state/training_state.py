@@ -8,6 +8,7 @@ stays right all the same: its address shows the spill file.
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +22,22 @@ from teraplan.runtime.storage import Storage
 from teraplan.step_trace import TensorKind
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moving has cost."""
+
+    written_bytes: int = 0
+    read_bytes: int = 0
+    waited_ns: int = 0
+
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.written_bytes - other.written_bytes,
+            self.read_bytes - other.read_bytes,
+            self.waited_ns - other.waited_ns,
+        )
+
+
 class TrainingState:
     """See the module's text. Its methods are called by the training thread."""
 
@@ -29,6 +46,8 @@ class TrainingState:
         self._trimmer = Trimmer(self.arena)
         self._leaves: frozenset[int] = frozenset()
         self._leaves_limit = -1
+        self.last_step = Traffic()
+        self._before = Traffic()
         self._num_persistent = 0
         self._num_gradients = 0
 
@@ -64,6 +83,8 @@ class TrainingState:
         """The next step's first forward begins."""
         arena = self.arena
         arena.user_may_have_run()
+        now = Traffic(arena.written_bytes, arena.read_bytes, arena.waited_ns)
+        self.last_step, self._before = now - self._before, now
         changed = arena.timeline.begin_step()
         if changed or self._leaves_limit != arena.limit_bytes:
             self._leaves_limit = arena.limit_bytes

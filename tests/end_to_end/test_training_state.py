@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from teraplan.errors import UnsupportedError
+from teraplan.errors import FallbackRefusedError, UnsupportedError
+from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.state.training_state import TrainingState
 from tests.end_to_end.training import MLP, Program, Run, assert_same, run, sessions
 
@@ -117,6 +118,8 @@ def test_frozen_parameters_are_written_once() -> None:
     trained = 2 * WIDTH * WIDTH * 4
     # Each step may write a parameter, its gradient and two states of what is trained.
     assert state.arena.written_bytes <= frozen + 4 * trained * (STEPS + 1)
+    assert 0 < state.last_step.written_bytes <= 4 * trained
+    assert state.last_step.read_bytes > state.last_step.written_bytes
 
 
 class Tied(MLP):
@@ -246,8 +249,8 @@ def test_checkpoints_and_copies() -> None:
             plain_optimizer.load_state_dict(moments)
             for p, its in zip(net.parameters(), plain.parameters(), strict=True):
                 assert torch.equal(p, its)
-            for mine, theirs in zip(states(optimizer), states(plain_optimizer), strict=True):
-                assert torch.equal(mine, theirs)
+            for one, other in zip(states(optimizer), states(plain_optimizer), strict=True):
+                assert torch.equal(one, other)
         if step == 3:
             weights, moments = torch.load(io.BytesIO(saved[-1]))
             net.load_state_dict(weights)
@@ -279,6 +282,17 @@ def test_tensors_stay_readable_when_everything_is_over() -> None:
     torch._dynamo.reset()
     for one, its in zip(kept, expected, strict=True):
         assert torch.equal(one, its)
+
+
+def test_where_it_is_not_implemented_it_stays_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CpuDevice, "moves_state", False)
+    stays = run(training(adamw), device_budget=1 << 30, training_state="moves")
+    (fallback,) = stays.statuses[-1].fallbacks
+    assert "parameters stay on the device on CPU: not implemented" in fallback
+    with pytest.raises(FallbackRefusedError, match="parameters stay on the device"):
+        run(training(adamw), device_budget=1 << 30, training_state="moves", strict=True)
 
 
 def test_lbfgs_is_refused_by_name() -> None:

@@ -19,7 +19,9 @@ def instrumented(function: Callable[..., Tensor], *inputs: Tensor, dynamic: bool
     pairs: list[Pair] = []
 
     def split(
-        gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        **kwargs: Any,  # noqa: ANN401
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition.partition(gm, joint_inputs, **kwargs)
         enters = [n for n in forward.graph.nodes if "enter" in str(n.target)]
