@@ -61,14 +61,15 @@ class StateKeeper:
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
+        parameters = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
         if not self._decided:
             self._decided = True
             budget = self._budget_bytes()
             if budget is not None:
-                self._open(budget)
+                others = self._device.state_bytes() - sum(p.nbytes for p in parameters)
+                self._open(budget - others)
         if self.state is None:
             return
-        parameters = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
         self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
         self.state.arena.limit_bytes = max(self.state.arena.limit_bytes, self._least_bytes)
         self.state.adopt_parameters(parameters)
@@ -120,7 +121,8 @@ class StateKeeper:
         log.info("training state of %s moves", format_nbytes(whole))
         return budget
 
-    def _open(self, budget_bytes: int) -> None:
+    def _open(self, left_bytes: int) -> None:
+        """Start with a part of what is left of the budget."""
         directories = [Path(d) for d in self._config.storage] or [default_directory()]
         storage = Storage.open(
             directories,
@@ -128,6 +130,6 @@ class StateKeeper:
             deadline_s=self._config.deadline_s,
             strict=self._config.strict,
         )
-        self.state = TrainingState(storage, int(budget_bytes * _FIRST_SHARE))
+        self.state = TrainingState(storage, int(max(0, left_bytes) * _FIRST_SHARE))
         self._device.keeps_beside(self.state.arena)
         self._steps = OptimizerSteps(self.state)
