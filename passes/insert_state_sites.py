@@ -38,12 +38,16 @@ def insert_state_sites(
         static_inputs: positions of the forward's placeholders that live as long as the model.
     """
     inputs = forward.find_nodes(op="placeholder")
+    if not static_inputs:
+        return
     static = {inputs[i] for i in static_inputs if i < len(inputs) and _is_large(inputs[i])}
     saved = _saved_parameters(forward, num_outputs, static)
     placeholders = backward.find_nodes(op="placeholder")
-    _bracket(forward, sorted(static, key=inputs.index), ops.enter)
-    _bracket(backward, [p for p in placeholders if p.name in saved], ops.enter_backward)
-    _settle_gradients(backward, inputs, static)
+    chain = _chain(forward, ops.enter)
+    _bracket(forward, sorted(static, key=inputs.index), chain)
+    chain = _chain(backward, ops.enter_backward)
+    _bracket(backward, [p for p in placeholders if p.name in saved], chain)
+    _settle_gradients(backward, inputs, static, chain)
 
 
 def _is_large(node: fx.Node) -> bool:
@@ -72,9 +76,21 @@ def _saved_parameters(forward: fx.Graph, num_outputs: int, static: Set[fx.Node])
     }
 
 
-def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], enter: Any) -> None:
+def _chain(graph: fx.Graph, enter: Any) -> fx.Node:
+    """The graph's chain; a new one if nothing saved moves."""
+    found: list[fx.Node] = graph.find_nodes(op="call_function", target=enter)
+    if found:
+        return found[0]
+    inputs = graph.find_nodes(op="placeholder")
+    anchor = next(n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor))
+    with graph.inserting_after(inputs[-1]):
+        chain: fx.Node = graph.call_function(ops.enter_state, (anchor,))
+    chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
+    return chain
+
+
+def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], chain: fx.Node) -> None:
     """Insert `acquire` before the first use of each, and `release` after the last."""
-    (chain,) = graph.find_nodes(op="call_function", target=enter)
     order = {node: i for i, node in enumerate(graph.nodes)}
     spans: list[tuple[fx.Node, fx.Node, fx.Node]] = []
     for parameter in parameters:
@@ -90,13 +106,14 @@ def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], enter: Any) -> None
             graph.call_function(ops.release, (parameter, chain)).meta["val"] = None
 
 
-def _settle_gradients(backward: fx.Graph, inputs: Sequence[fx.Node], static: Set[fx.Node]) -> None:
+def _settle_gradients(
+    backward: fx.Graph, inputs: Sequence[fx.Node], static: Set[fx.Node], chain: fx.Node
+) -> None:
     """Let the backward return what `settle` makes of each large parameter's gradient."""
     output = backward.output_node()
     results = list(cast("Sequence[fx.Node | None]", output.args[0]))
     if len(results) < len(inputs):
         return
-    (chain,) = backward.find_nodes(op="call_function", target=ops.enter_backward)
     order = {node: i for i, node in enumerate(backward.nodes)}
     for position, source in enumerate(inputs):
         gradient = results[position]

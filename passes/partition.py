@@ -43,7 +43,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
             num_outputs=kwargs["num_fwd_outputs"],
             static_inputs=kwargs.get("static_lifetime_input_indices") or (),
         )
-        if self.moves_state and table.slots:
+        if self.moves_state:
             insert_state_sites(
                 forward.graph,
                 backward.graph,

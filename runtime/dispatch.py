@@ -72,7 +72,7 @@ def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
     call = _current()
     call.table = parse_table(table)
     call.session.device.attach()
-    _enter_state(call.session.engine)
+    _enter_training_state(call.session.engine.training_state)
     call.number = call.session.enter_forward(call.table, call.shapes)
     return _chain(anchor)
 
@@ -80,7 +80,7 @@ def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
 def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
     engine = _engine_of(token)
     engine.device.attach()
-    _enter_state(engine)
+    _enter_training_state(engine.training_state)
     engine.enter_backward(token, parse_table(table))
     return _chain(anchor)
 
@@ -106,11 +106,17 @@ def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) 
     _engine_of(token).done(token)
 
 
-def _enter_state(engine: Engine) -> None:
-    state = engine.training_state
+def _enter_training_state(state: TrainingState | None) -> None:
     _running.state = weakref.ref(state) if state is not None else None
     if state is not None:
-        state.arena.user_may_have_run()
+        state.enter()
+
+
+def _enter_state(anchor: torch.Tensor) -> torch.Tensor:
+    """A graph that saves nothing which moves: its state is known where there is only one."""
+    alive = TrainingState.all_alive()
+    _enter_training_state(alive[0] if len(alive) == 1 else None)
+    return _chain(anchor)
 
 
 def _state() -> TrainingState | None:
@@ -146,6 +152,7 @@ for _name, _kernel in (
     ("save", _save),
     ("need", _need),
     ("done", _done),
+    ("enter_state", _enter_state),
     ("acquire", _acquire),
     ("release", _release),
     ("settle", _settle),

@@ -117,6 +117,8 @@ class Session:
         """
         if self._called:
             return
+        if self.keeper.refusal:
+            self._fall_back(self.keeper.refusal)
         budget = self.config.device_budget
         if self.engine.recorder is None and budget is not None and budget.nbytes is not None:
             self._forecast.refresh((), update_bytes=self.keeper.update_bytes)
@@ -172,7 +174,6 @@ class Session:
 
     def _begin_step(self, key: CaseKey) -> None:
         self._finish_step()
-        self.keeper.begin_step()
         case = self.cases.setdefault(key, Case(number=len(self.cases)))
         self.active = case
         if case.schedule is None and self._compiles == self._compiles_seen:
@@ -192,8 +193,6 @@ class Session:
             self._refuse_hopeless_budget()
         if self.steps == 0:
             log.info("%s", self._first_words())
-            if self.keeper.refusal:
-                self._fall_back(self.keeper.refusal)
         self.engine.begin_step(
             recorder, case.schedule, self._safe_limit(), self._resident_limits(case)
         )

@@ -12,10 +12,33 @@ from teraplan.errors import TeraplanError
 from teraplan.status import Status
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
     from teraplan import backend as _backend
 
-__all__ = ["Status", "TeraplanError", "__version__", "status"]
+__all__ = ["Status", "TeraplanError", "__version__", "materialize", "status"]
 __version__ = "0.1.0"
+
+
+def materialize(
+    model: "nn.Module",
+    *,
+    options: "Mapping[str, object] | None" = None,
+    initialize: "Callable[[nn.Module], object] | None" = None,
+) -> "nn.Module":
+    """`model`, built under `torch.device("meta")`, with memory and values; never whole in memory.
+
+    Args:
+        model: changed in place, and returned. Compile it with the same options.
+        options: as for `model.compile(backend="teraplan", options=...)`.
+        initialize: sets the parameters and buffers of one module; it is called for each module that
+            has some of its own. None: the module's `reset_parameters` does.
+    """
+    from teraplan import backend
+
+    return backend.materialize(model, options=options, initialize=initialize)
 
 
 def status() -> Status:

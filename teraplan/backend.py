@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.compile_fx import compile_fx
@@ -25,6 +25,7 @@ from teraplan.passes.partition import config_patches, partition
 from teraplan.runtime.dispatch import running
 from teraplan.runtime.open_device import open_device
 from teraplan.runtime.session import Session
+from teraplan.runtime.state.materialize import materialize as give_memory
 from teraplan.status import Status
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,25 @@ def teraplan(
     except TeraplanError as error:
         return _raiser(error)
     return _compile(gm, example_inputs, session)
+
+
+def materialize(
+    model: nn.Module,
+    *,
+    options: Mapping[str, object] | None = None,
+    initialize: Callable[[nn.Module], object] | None = None,
+) -> nn.Module:
+    """See `teraplan.materialize`."""
+    parameters = list(model.parameters())
+    session = _session(Config.resolve(options, os.environ), "cpu")
+    session.keeper.expect(parameters)
+    give_memory(model, session.keeper.state, initialize)
+    _materialized[model] = session
+    return model
+
+
+_materialized: "weakref.WeakKeyDictionary[nn.Module, Session]" = weakref.WeakKeyDictionary()
+"""Until their graphs do, the models keep their sessions alive."""
 
 
 def current_status() -> Status:

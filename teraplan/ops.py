@@ -22,7 +22,8 @@ Where parameters and gradients move, too, both graphs have these besides:
     release(p, chain)                           return dw_1
 
 `acquire` and `release` say that they mutate `p`, so that no use of it is outside of them. `settle`
-returns the gradient in memory that can move.
+returns the gradient in memory that can move. Where nothing is saved that could move, `enter_state`
+makes the chain.
 """
 
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ LIBRARY.define(
     tags=_EXACT,
 )
 LIBRARY.define("done(Tensor(a!) x, Tensor token, Tensor(b!) chain, int slot) -> ()", tags=_EXACT)
+LIBRARY.define("enter_state(Tensor anchor) -> Tensor", tags=_EXACT)
 LIBRARY.define("acquire(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
 LIBRARY.define("release(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
 LIBRARY.define("settle(Tensor gradient, Tensor(a!) chain) -> Tensor", tags=_EXACT)
@@ -54,11 +56,12 @@ enter_backward = torch.ops.teraplan.enter_backward.default
 save = torch.ops.teraplan.save.default
 need = torch.ops.teraplan.need.default
 done = torch.ops.teraplan.done.default
+enter_state = torch.ops.teraplan.enter_state.default
 acquire = torch.ops.teraplan.acquire.default
 release = torch.ops.teraplan.release.default
 settle = torch.ops.teraplan.settle.default
 
-ALL = (enter, enter_backward, save, need, done, acquire, release, settle)
+ALL = (enter, enter_backward, save, need, done, enter_state, acquire, release, settle)
 
 
 def _fake_enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
@@ -88,6 +91,10 @@ def _fake_done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: 
     return None
 
 
+def _fake_enter_state(anchor: torch.Tensor) -> torch.Tensor:
+    return anchor.new_empty(0, dtype=torch.uint8)
+
+
 def _fake_acquire(parameter: torch.Tensor, chain: torch.Tensor) -> None:
     return None
 
@@ -104,6 +111,7 @@ for _name, _fake in (
     ("save", _fake_save),
     ("need", _fake_need),
     ("done", _fake_done),
+    ("enter_state", _fake_enter_state),
     ("acquire", _fake_acquire),
     ("release", _fake_acquire),
     ("settle", _fake_settle),

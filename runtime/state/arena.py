@@ -281,9 +281,17 @@ class StateArena:
                 return True
         idle = [block for block in self._in_memory if not block.uses]
         if not idle:
-            return False
+            return self._take_one_that_comes()
         victim = max(idle, key=self._distance)
         self._start_leaving(victim)
+        return True
+
+    def _take_one_that_comes(self) -> bool:
+        """Wait for a block that was to come back ahead; now it can leave."""
+        coming = next((b for b in self._shown if b.place is Place.COMING and not b.uses), None)
+        if coming is None:
+            return False
+        self._bring(coming)
         return True
 
     def _distance(self, block: Block) -> int:

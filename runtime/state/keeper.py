@@ -5,7 +5,7 @@ move) is planned within the rest, by code that knows nothing of this.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -62,17 +62,21 @@ class StateKeeper:
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
         parameters = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
+        self.expect(parameters)
+        if self.state is not None:
+            self.state.adopt_parameters(parameters)
+
+    def expect(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """These, on the device or on the meta device, are to be trained."""
         if not self._decided:
             self._decided = True
-            budget = self._budget_bytes()
+            budget = self._budget_bytes(sum(p.nbytes for p in parameters if p.is_meta))
             if budget is not None:
-                others = self._device.state_bytes() - sum(p.nbytes for p in parameters)
-                self._open(budget - others)
-        if self.state is None:
-            return
-        self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
-        self.state.arena.limit_bytes = max(self.state.arena.limit_bytes, self._least_bytes)
-        self.state.adopt_parameters(parameters)
+                here = sum(p.nbytes for p in parameters if not p.is_meta)
+                self._open(budget - (self._device.state_bytes() - here))
+        if self.state is not None:
+            self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
+            self.state.arena.limit_bytes = max(self.state.arena.limit_bytes, self._least_bytes)
 
     def share_out(self, budget_bytes: int, other_bytes: int) -> None:
         """Give the state what of the budget nothing else needs.
@@ -85,11 +89,6 @@ class StateKeeper:
             return
         self.state.arena.limit_bytes = max(budget_bytes - other_bytes, self._least_bytes)
 
-    def begin_step(self) -> None:
-        """A step's first forward begins."""
-        if self.state is not None:
-            self.state.begin_step()
-
     def close(self) -> None:
         """End all I/O of the state; its tensors stay readable."""
         if self._steps is not None:
@@ -101,13 +100,14 @@ class StateKeeper:
     def _least_bytes(self) -> int:
         return _TENSORS_AT_ONCE * self._largest_bytes
 
-    def _budget_bytes(self) -> int | None:
+    def _budget_bytes(self, meta_bytes: int) -> int | None:
         """The device budget if the state is to move under it, else None."""
         config, device = self._config, self._device
         if config.training_state == "stays" or config.device_budget is None:
             return None
         whole = device.state_bytes() + census.missing_gradient_nbytes(device.type)
         whole += census.missing_optimizer_nbytes(device.type)
+        whole += _TENSORS_AT_ONCE * meta_bytes
         budget = config.device_budget.resolve(whole)
         fits = config.device_budget.nbytes is None or whole <= budget * _MOVES_FROM
         if config.training_state == "auto" and fits:

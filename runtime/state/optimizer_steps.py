@@ -100,6 +100,7 @@ class OptimizerSteps:
             return
         optimizer, whole, using = self._whole
         self._whole = None
+        self._state.stepped()
         using.close()
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             if group["params"] is not parameters:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.state.arena import StateArena
@@ -48,19 +49,40 @@ class TrainingState:
         self._leaves_limit = -1
         self.last_step = Traffic()
         self._before = Traffic()
+        self._watched = WeakIdKeyDictionary()
+        """Whose gradients are looked after."""
         self._num_persistent = 0
         self._num_gradients = 0
+        self._stepped = False
+        self._closed = False
+        _alive.add(self)
+
+    @staticmethod
+    def all_alive() -> "list[TrainingState]":
+        """Every training state of this process that has not been closed."""
+        return [state for state in _alive if not state._closed]
 
     # -- taking tensors in -----------------------------------------------------------------------
 
     def adopt_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Move the memory of parameters into the arena, one at a time."""
         for parameter in parameters:
-            if not is_movable(parameter) or self.arena.block_of(parameter) is not None:
+            if parameter in self._watched or not is_movable(parameter):
                 continue
-            parameter.data = self._copy(parameter.data, TensorKind.PARAMETER, "parameter")
+            if self.arena.block_of(parameter) is None:
+                parameter.data = self._copy(parameter.data, TensorKind.PARAMETER, "parameter")
             if parameter.requires_grad:
+                self._watched[parameter] = True
                 self._watch_gradient(parameter)
+
+    def empty_parameter(self, like: torch.Tensor) -> torch.Tensor | None:
+        """An uninitialized tensor in the arena, as `like`, which may be on the meta device.
+
+        None if such a tensor would not move.
+        """
+        if like.layout != torch.strided or not MIN_SLOT_BYTES <= like.nbytes == span_nbytes(like):
+            return None
+        return self._allocate(like, TensorKind.PARAMETER, "parameter")
 
     def adopt_state(self, state: dict[str, object]) -> None:
         """Move the tensors of one parameter's optimizer state into the arena."""
@@ -71,18 +93,29 @@ class TrainingState:
                 state[name] = self._copy(value, TensorKind.OPTIMIZER_STATE, name)
 
     def _copy(self, source: torch.Tensor, kind: TensorKind, name: str) -> torch.Tensor:
+        return self._allocate(source, kind, name).copy_(source)
+
+    def _allocate(self, like: torch.Tensor, kind: TensorKind, name: str) -> torch.Tensor:
         number = self._num_persistent
         self._num_persistent += 1
-        shape = "x".join(map(str, source.shape))
-        target = self.arena.allocate(source, (kind, number), f"{name} {number} ({shape})")
-        return target.copy_(source)
+        shape = "x".join(map(str, like.shape))
+        return self.arena.allocate(like, (kind, number), f"{name} {number} ({shape})")
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """The next step's first forward begins."""
+    def enter(self) -> None:
+        """A graph begins: the first after an optimizer's step begins the next step."""
+        self.arena.user_may_have_run()
+        if self._stepped:
+            self._stepped = False
+            self._begin_step()
+
+    def stepped(self) -> None:
+        """An optimizer has updated parameters."""
+        self._stepped = True
+
+    def _begin_step(self) -> None:
         arena = self.arena
-        arena.user_may_have_run()
         now = Traffic(arena.written_bytes, arena.read_bytes, arena.waited_ns)
         self.last_step, self._before = now - self._before, now
         changed = arena.timeline.begin_step()
@@ -95,19 +128,21 @@ class TrainingState:
 
     def acquire(self, parameter: torch.Tensor) -> None:
         """A graph is about to use the parameter, or a view of it."""
-        block = self.arena.block_of(parameter)
+        block = None if self._closed else self.arena.block_of(parameter)
         if block is not None:
             self.arena.use(block)
             self.arena.prefetch()
 
     def release(self, parameter: torch.Tensor) -> None:
         """The graph has used it for the last time."""
-        block = self.arena.block_of(parameter)
+        block = None if self._closed else self.arena.block_of(parameter)
         if block is not None:
             self._done(block)
 
     def settle(self, gradient: torch.Tensor) -> torch.Tensor:
         """A copy of the gradient that may leave memory at once."""
+        if self._closed:
+            return gradient.clone()
         number = self._num_gradients
         self._num_gradients += 1
         key = (TensorKind.GRADIENT, number)
@@ -154,7 +189,7 @@ class TrainingState:
 
         def before(new: torch.Tensor) -> None:
             alive, owner = state(), target()
-            if alive is None or owner is None or owner.grad is None:
+            if alive is None or alive._closed or owner is None or owner.grad is None:
                 return
             for gradient in (owner.grad, new):
                 block = alive.arena.block_of(gradient) if is_movable(gradient) else None
@@ -166,10 +201,10 @@ class TrainingState:
             alive = state()
             while pinned:
                 block = pinned.pop()
-                if alive is not None:
+                if alive is not None and not alive._closed:
                     alive._done(block)
             gradient = owner.grad
-            if alive is None or gradient is None or not is_movable(gradient):
+            if alive is None or alive._closed or gradient is None or not is_movable(gradient):
                 return
             if alive.arena.block_of(gradient) is None:
                 owner.grad = alive.settle(gradient)
@@ -179,8 +214,13 @@ class TrainingState:
 
     def close(self) -> None:
         """End all I/O; what is away stays readable."""
+        self._closed = True
         self._trimmer.close()
         self.arena.close()
+
+
+_alive: "weakref.WeakSet[TrainingState]" = weakref.WeakSet()
+"""A graph that saves nothing has nothing in its hands that tells whose it is."""
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
