@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=512, help="length of a sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute each block")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--storage", default="", help="directory of the spill file")
     parser.add_argument("--fractions", type=float, nargs="*", default=list(FRACTIONS))
@@ -57,7 +58,7 @@ def point(options: argparse.Namespace) -> dict[str, float]:
     import torch
 
     import teraplan
-    from bench.models.gpt import GPT
+    from bench.models.gpt import GPT, GPTConfig, batch
     from teraplan.runtime import process_memory
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -67,25 +68,25 @@ def point(options: argparse.Namespace) -> dict[str, float]:
         settings["storage"] = [options.storage]
     before = process_memory.resident_bytes()
     process_memory.reset_peak()
+    config = GPTConfig(
+        vocab_size=options.vocabulary,
+        width=options.width,
+        num_layers=options.layers,
+        num_heads=options.width // 64,
+        context=options.tokens,
+        checkpoint=options.checkpoint,
+    )
     with torch.device("meta"):
-        model = GPT(
-            vocabulary=options.vocabulary,
-            width=options.width,
-            layers=options.layers,
-            length=options.tokens,
-        )
+        model = GPT(config)
     teraplan.materialize(model, options=settings, initialize=initialize)
     parameters = sum(p.nbytes for p in model.parameters())
     model.compile(backend="teraplan", options=settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    random = torch.Generator().manual_seed(0)
     times, losses, traffic = [], [], []
-    for _ in range(options.steps):
-        batch = torch.randint(
-            options.vocabulary, (options.batch, options.tokens + 1), generator=random
-        )
+    for step in range(options.steps):
+        tokens, targets = batch(config, options.batch, step)
         start, io_before = time.perf_counter(), written_bytes()
-        loss = model(batch[:, :-1], batch[:, 1:])
+        loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -117,8 +118,11 @@ def initialize(module: object) -> None:
         nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm):
+        module.reset_parameters()
     else:
-        module.reset_parameters()  # type: ignore[attr-defined]
+        assert isinstance(module, nn.Module)
+        nn.init.zeros_(module.get_parameter("positions"))
 
 
 def written_bytes() -> int:
@@ -146,7 +150,8 @@ def show(table: list[dict[str, float]], output: Path) -> None:
         return
     figure, axes = pyplot.subplots(figsize=(6, 4))
     points = table[1:]
-    axes.plot([100 * p["fraction"] for p in points], [unlimited / p["step_s"] for p in points], "o-")
+    rates = [unlimited / p["step_s"] for p in points]
+    axes.plot([100 * p["fraction"] for p in points], rates, "o-")
     axes.set_xlabel("device budget beside activations, % of the training state")
     axes.set_ylabel("step rate, of unlimited memory")
     axes.set_ylim(0, 1.1)
