@@ -5,6 +5,7 @@ model.compile(backend="teraplan", options={"device_budget": "8GiB"})
 print(teraplan.status())
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -36,9 +37,10 @@ def materialize(
         initialize: sets the parameters and buffers of one module; it is called for each module that
             has some of its own. None: the module's `reset_parameters` does.
     """
-    from teraplan import backend
-
-    return backend.materialize(model, options=options, initialize=initialize)
+    module: _backend = importlib.import_module("teraplan.backend")  # type: ignore[valid-type]
+    return module.materialize(  # type: ignore[no-any-return,attr-defined]
+        model, options=options, initialize=initialize
+    )
 
 
 def status() -> Status:
