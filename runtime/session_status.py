@@ -32,7 +32,11 @@ def status_of(session: "Session") -> Status:
         "device_budget_bytes": session.device_budget_bytes() if case is not None else -1,
         "diverged_steps": session.diverged_steps,
         "stores": _stores(session),
-        "fallbacks": (*session.fallbacks, *session.device.fallbacks),
+        "fallbacks": tuple(
+            dict.fromkeys(
+                (*session.fallbacks, *session.device.fallbacks, *session.keeper.fallbacks)
+            )
+        ),
     }
     if session.keeper.state is not None:
         status |= _of_state(session.keeper.state)

@@ -182,10 +182,13 @@ class StateArena:
     def _take_out(self, block: Block) -> None:
         """The block's bytes are in its record: free its pages, show the record in their place."""
         assert block.record is not None
-        fd, offset = self.storage.location(block.record)
         waiting = pages.take(block.nbytes)
         pages.move(block.address, waiting, block.nbytes)
-        pages.show_file(block.address, block.nbytes, fd, offset)
+        address = block.address
+        for fd, offset, nbytes in self.storage.pieces(block.record):
+            pages.show_file(address, nbytes, fd, offset)
+            address += nbytes
+        assert address == block.address + block.nbytes, "a block is whole pages: it has no ends"
         self._pool.give(waiting, block.nbytes)
         self._pool_to_limit()
         block.place, block.leaving, block.touched = Place.STORAGE, False, False
@@ -342,8 +345,8 @@ class StateArena:
                     block.touched = True
                     pages.drop_mapped(block.address, block.nbytes)
                     assert block.record is not None
-                    fd, offset = self.storage.location(block.record)
-                    os.posix_fadvise(fd, offset, block.nbytes, os.POSIX_FADV_DONTNEED)
+                    for fd, offset, length in self.storage.pieces(block.record):
+                        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
                     nbytes -= found
                     if nbytes <= 0:
                         return

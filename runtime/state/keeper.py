@@ -50,6 +50,13 @@ class StateKeeper:
         return self.state is not None
 
     @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """What takes a slower path than it should, one sentence each."""
+        if self.state is None:
+            return ()
+        return tuple(text for store in self.state.arena.storage.stores for text in store.fallbacks)
+
+    @property
     def limit_bytes(self) -> int:
         """What of the device budget is the state's."""
         return self.state.arena.limit_bytes if self.state is not None else 0

@@ -199,9 +199,20 @@ class Storage:
         if os.getpid() == self._owner_pid and not self._closed:
             self.traffic.drop(record)
 
-    def location(self, record: Record) -> tuple[int, int]:
-        """Descriptor of the file that holds the record's body, and the body's offset in it."""
-        return self._stores[record.store_index].arena.fd, record.offset
+    def pieces(self, record: Record) -> list[tuple[int, int, int]]:
+        """Where the body of a written record lies: (descriptor, offset in the file, bytes) each.
+
+        In the order of the bytes; what follows on in one file is one piece.
+        """
+        pieces: list[tuple[int, int, int]] = []
+        for index, place in enumerate(record.places):
+            fd, nbytes = self._opened[place.store].arena.fd, record.chunk_bytes(index)
+            last_fd, start, length = pieces[-1] if pieces else (-1, 0, 0)
+            if fd == last_fd and start + length == place.offset:
+                pieces[-1] = (fd, start, length + nbytes)
+            else:
+                pieces.append((fd, place.offset, nbytes))
+        return pieces
 
     def wait(self, transfer: Transfer, *, what: str) -> int:
         """Nanoseconds waited until `transfer` ended; what is waited for goes first in its queue.

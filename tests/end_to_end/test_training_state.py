@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +178,29 @@ def test_a_module_that_cannot_set_its_parameters_is_named() -> None:
         net = nn.Sequential(Scale())
     with pytest.raises(UnsupportedError, match=r"0 \(Scale\) has parameters .* initialize="):
         teraplan.materialize(net)
+
+
+def test_several_storage_directories(disk: Path) -> None:
+    """Tensors of more than one chunk lie in both files, and are shown from both."""
+
+    def make_model() -> MLP:
+        return MLP(width=1664, depth=2, rows=16)  # 10.6 MiB each
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 2:
+            with torch.no_grad():
+                net.layers[0].weight.mul_(0.5)
+
+    directories = [disk / "a", disk / "b"]
+    for directory in directories:
+        directory.mkdir()
+    state = check(
+        training(adamw, make_model=make_model, between=between),
+        budget=90 << 20,
+        storage=[str(directory) for directory in directories],
+    )
+    records = [b.record for b in state.arena.blocks.values() if b.record is not None]
+    assert any(len({place.store for place in r.places}) == 2 for r in records)
 
 
 class Tied(MLP):
