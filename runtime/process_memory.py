@@ -28,9 +28,15 @@ class _Statm:
         os.register_at_fork(after_in_child=self._forget)  # it would tell of the parent
 
     def resident_bytes(self) -> int:
+        return self._field_bytes(1)
+
+    def mapped_file_bytes(self) -> int:
+        return self._field_bytes(2)
+
+    def _field_bytes(self, number: int) -> int:
         if self._fd < 0:
             self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        return int(os.pread(self._fd, 128, 0).split(None, 2)[1]) * _PAGE_BYTES
+        return int(os.pread(self._fd, 128, 0).split(None, 3)[number]) * _PAGE_BYTES
 
     def _forget(self) -> None:
         if self._fd >= 0:
@@ -38,14 +44,11 @@ class _Statm:
             self._fd = -1
 
 
-resident_bytes_fast = _Statm().resident_bytes
+_statm = _Statm()
+resident_bytes_fast = _statm.resident_bytes
 """Resident set size now, for use at every site."""
-
-
-def mapped_file_bytes() -> int:
-    """Of the resident set, pages of files that are mapped."""
-    with _STATM.open() as line:
-        return int(line.read().split()[2]) * _PAGE_BYTES
+mapped_file_bytes = _statm.mapped_file_bytes
+"""Of the resident set, pages of files that are mapped."""
 
 
 def peak_bytes() -> int:

@@ -189,7 +189,7 @@ def test_several_storage_directories(disk: Path) -> None:
     def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step == 2:
             with torch.no_grad():
-                net.layers[0].weight.mul_(0.5)
+                next(net.parameters()).mul_(0.5)
 
     directories = [disk / "a", disk / "b"]
     for directory in directories:

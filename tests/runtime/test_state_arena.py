@@ -1,0 +1,168 @@
+"""Tensors that leave and keep their addresses, over a real file."""
+
+import gc
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from teraplan.errors import IntegrityError
+from teraplan.runtime import process_memory
+from teraplan.runtime.state.arena import StateArena
+from teraplan.runtime.state.block import Block, Place
+from teraplan.runtime.state.departures import departures
+from teraplan.runtime.state.timeline import NEVER, Timeline
+from teraplan.runtime.state.trimmer import Trimmer
+from teraplan.runtime.storage import Storage, default_directory
+from teraplan.step_trace import TensorKind
+from teraplan.units import MIB
+
+A, B, C = ((TensorKind.PARAMETER, number) for number in range(3))
+G = (TensorKind.GRADIENT, 0)
+
+
+@pytest.fixture
+def arena() -> Iterator[StateArena]:
+    with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory:
+        arena = StateArena(Storage.open([Path(directory)], checksum=False), 4 * MIB)
+        yield arena
+        arena.close()
+
+
+def filled(arena: StateArena, number: int, nbytes: int = MIB) -> tuple[Tensor, Block]:
+    key = (TensorKind.PARAMETER, number)
+    tensor = arena.allocate(torch.empty(nbytes // 4), key, f"parameter {number}")
+    tensor.fill_(float(number))
+    block = arena.block_of(tensor)
+    assert block is not None
+    return tensor, block
+
+
+def test_what_is_away_is_read_at_its_address(arena: StateArena) -> None:
+    tensors = [filled(arena, number)[0] for number in range(12)]
+    assert arena.held_bytes <= 4 * MIB
+    assert arena.peak_bytes <= 4 * MIB
+    for number, tensor in enumerate(tensors):
+        assert torch.equal(tensor, torch.full_like(tensor, float(number)))
+
+
+def test_unchanged_bytes_are_written_once(arena: StateArena) -> None:
+    blocks = [filled(arena, number)[1] for number in range(12)]
+    for _ in range(3):
+        for block in blocks:
+            arena.use(block)
+            arena.done(block, leaves=True)
+    assert arena.written_bytes == 12 * MIB
+    assert arena.read_bytes >= 2 * 12 * MIB
+
+
+def test_any_change_is_written_whoever_makes_it(arena: StateArena) -> None:
+    tensor, block = filled(arena, 1)
+    arena.use(block)
+    arena.done(block, leaves=True)
+    arena.user_may_have_run()
+    arena.use(block)
+    tensor.numpy()[-1] = 5.0  # no counter of torch's sees it
+    arena.done(block, leaves=True)
+    while block.place is not Place.STORAGE:
+        arena.prefetch() if block.leaving else arena.done(block, leaves=True)
+        time.sleep(0.001)
+    assert tensor[-1] == 5.0
+    arena.use(block)
+    assert tensor[-1] == 5.0
+    assert arena.written_bytes == 2 * MIB
+
+
+def away(arena: StateArena, number: int) -> tuple[Tensor, Block]:
+    tensor, block = filled(arena, number)
+    arena.use(block)
+    arena.done(block, leaves=True)
+    for other in range(100, 106):
+        filled(arena, other)
+    while block.place is not Place.STORAGE:
+        filled(arena, 200)
+    return tensor, block
+
+
+def test_what_is_written_while_away_comes_back(arena: StateArena) -> None:
+    tensor, block = away(arena, 1)
+    tensor[7] = 3.0
+    arena.use(block)
+    assert tensor[7] == 3.0
+    assert block.changed, "the record does not hold it"
+
+
+def test_a_write_after_the_read_has_begun_wins(arena: StateArena) -> None:
+    tensor, block = away(arena, 1)
+    arena._start_back(block)
+    assert block.arrival is not None
+    arena.storage.wait(block.arrival, what="the test")
+    tensor[7] = 3.0
+    arena.use(block)
+    assert tensor[7] == 3.0
+
+
+def test_bytes_that_the_disk_changes_are_an_error(arena: StateArena) -> None:
+    _, block = away(arena, 1)
+    assert block.record is not None
+    ((fd, offset, _),) = arena.storage.pieces(block.record)
+    os.set_blocking(fd, True)
+    page = arena.allocate(torch.empty(1024), (TensorKind.PARAMETER, 99), "page")
+    page.fill_(9.0)
+    os.pwritev(fd, [page.numpy()], offset)
+    with pytest.raises(IntegrityError, match=r"parameter 1: 1.00 MiB came back changed"):
+        arena.use(block)
+
+
+def test_ended_tensors_give_their_memory_back(arena: StateArena) -> None:
+    kept = [filled(arena, number) for number in range(12)]
+    assert len(arena.blocks) == 12
+    del kept
+    gc.collect()
+    for _ in range(100):
+        arena.prefetch()
+        if not arena.blocks:
+            break
+        time.sleep(0.01)
+    assert not arena.blocks
+    assert arena.storage.bytes_in_use == 0
+
+
+def test_reading_everything_that_is_away_fills_no_memory(arena: StateArena) -> None:
+    tensors = [filled(arena, number, 8 * MIB)[0] for number in range(24)]
+    trimmer = Trimmer(arena)
+    before = process_memory.mapped_file_bytes()
+    most = 0
+    for number, tensor in enumerate(tensors):
+        assert tensor.sum().item() == number * tensor.numel()
+        time.sleep(0.02)
+        most = max(most, process_memory.mapped_file_bytes() - before)
+    trimmer.close()
+    assert most < 96 * MIB, "of 192 MiB"
+
+
+def test_departures_are_those_needed_last() -> None:
+    sizes = dict.fromkeys((A, B, C, G), 1)
+    assert departures([A, B, C, C, B, A], sizes, 3) == frozenset()
+    # Forward A B C, backward C B A: with room for two, A has the longest way to go.
+    assert 0 in departures([A, B, C, C, B, A], sizes, 2)
+    assert departures([A, G, G], sizes, 1) >= {0}
+    assert not departures([A, G], sizes, 2)
+
+
+def test_timeline_knows_the_step_before() -> None:
+    timeline = Timeline()
+    for key in (A, B, C, A):
+        assert timeline.note(key) is None
+    assert timeline.next_use(A) == NEVER
+    assert timeline.begin_step()
+    assert timeline.note(A) == 0
+    assert [timeline.next_use(key) for key in (A, B, C)] == [2, 0, 1]
+    assert timeline.note(C) == 2, "what did not happen this time is passed over"
+    assert timeline.next_use(B) == 2, "in the next step"
+    assert list(timeline.ahead()) == [A, A, B, C]
