@@ -1,6 +1,7 @@
 """Tensors that leave and keep their addresses, over a real file."""
 
 import gc
+import mmap
 import os
 import tempfile
 import time
@@ -52,9 +53,9 @@ def test_what_is_away_is_read_at_its_address(arena: StateArena) -> None:
 
 
 def test_unchanged_bytes_are_written_once(arena: StateArena) -> None:
-    blocks = [filled(arena, number)[1] for number in range(12)]
+    tensors = [filled(arena, number) for number in range(12)]
     for _ in range(3):
-        for block in blocks:
+        for _, block in tensors:
             arena.use(block)
             arena.done(block, leaves=True)
     assert arena.written_bytes == 12 * MIB
@@ -108,13 +109,13 @@ def test_a_write_after_the_read_has_begun_wins(arena: StateArena) -> None:
 
 
 def test_bytes_that_the_disk_changes_are_an_error(arena: StateArena) -> None:
-    _, block = away(arena, 1)
+    kept, block = away(arena, 1)
     assert block.record is not None
-    ((fd, offset, _),) = arena.storage.pieces(block.record)
-    os.set_blocking(fd, True)
-    page = arena.allocate(torch.empty(1024), (TensorKind.PARAMETER, 99), "page")
-    page.fill_(9.0)
-    os.pwritev(fd, [page.numpy()], offset)
+    ((fd, offset, nbytes),) = arena.storage.pieces(block.record)
+    assert nbytes == kept.nbytes
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:  # direct I/O takes whole pages only
+        page[0] = 9
+        os.pwritev(fd, [page], offset)
     with pytest.raises(IntegrityError, match=r"parameter 1: 1.00 MiB came back changed"):
         arena.use(block)
 
