@@ -158,6 +158,7 @@ class CpuDevice(Device):
 
     def run_fast(self) -> None:
         self._trim()
+        use_huge_pages([process_memory.heap_range()])
         self._exact = False
 
     def resident_bytes(self) -> int:

@@ -80,13 +80,15 @@ def unmap_pages(address: int, nbytes: int) -> None:
 def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
     """Put what lies in `ranges` of (address, bytes) on huge pages, where whole ones fit.
 
-    Ranges that follow each other closely, as tensors on the heap do, count as one. A kernel that
-    cannot do it (before Linux 6.1), or has no huge page free, leaves the memory as it is.
+    Ranges that follow each other closely, as tensors on the heap do, count as one. What is touched
+    there for the first time later gets huge pages, too. A kernel that cannot do it (before Linux
+    6.1), or has no huge page free, leaves the memory as it is.
     """
     for start, end in _merged(ranges):
         start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         nbytes = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start
         if nbytes > 0:
+            _libc.madvise(start, nbytes, mmap.MADV_HUGEPAGE)
             _libc.madvise(start, nbytes, _MADV_COLLAPSE)
 
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
+_MAPS = Path("/proc/self/maps")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP_FILES = (
@@ -49,6 +50,16 @@ resident_bytes_fast = _statm.resident_bytes
 """Resident set size now, for use at every site."""
 mapped_file_bytes = _statm.mapped_file_bytes
 """Of the resident set, pages of files that are mapped."""
+
+
+def heap_range() -> tuple[int, int]:
+    """Address and bytes of the heap that `malloc` grows; (0, 0) if there is none."""
+    with _MAPS.open() as lines:
+        for line in lines:
+            if line.endswith("[heap]\n"):
+                start, end = (int(address, 16) for address in line.split()[0].split("-"))
+                return start, end - start
+    return 0, 0
 
 
 def peak_bytes() -> int:
