@@ -47,6 +47,10 @@ from teraplan.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
+_STATE_COULD_MOVE = (
+    "Parameters, gradients and optimizer state stay on the device here; "
+    'training_state="moves" lets them leave, too'
+)
 _KEPT_RUNS = 64
 _MAX_EVENTS = 1_000_000
 _MAX_MERGED_STEPS = 3
@@ -58,7 +62,7 @@ to unmap and map again: without the correction a step at 50 % had 160 MiB more o
 _HEADROOM_FRACTION = 0.03
 _HEADROOM_BYTES = 8 << 20
 """Together, the headroom of `Device.keep_under`: so much free memory may lie between tensors."""
-_CHECKED_AFTER = 2
+_CHECKED_AFTER = 1
 """Planned steps after which the peak is compared with the budget."""
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
@@ -142,6 +146,8 @@ class Session:
             elif self.engine.unplanned:
                 self.engine.limit_bytes = self._safe_limit()
         except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
+            if isinstance(error, InfeasibleBudgetError) and self.keeper.could_move:
+                error.add_note(_STATE_COULD_MOVE)
             if self._fault and isinstance(error, InfeasibleBudgetError):
                 error.args = (f"{error}. Storage has failed before: {self._fault}",)
             self._error = copy.copy(error)  # not its traceback: that holds the user's model
@@ -312,19 +318,29 @@ class Session:
         if actual <= budget or replayed or case.corrections >= _MAX_CORRECTIONS:
             return
         case.corrections += 1
-        before, case.reserve_bytes = (
-            case.reserve_bytes,
-            case.reserve_bytes + int((actual - budget) * _CORRECTION_FACTOR),
-        )
         log.info("peak was %s, budget %s", format_nbytes(actual), format_nbytes(budget))
+        beyond = max(int((actual - budget) * _CORRECTION_FACTOR), _headroom_bytes(budget))
+        if self._hold_back(case, case.reserve_bytes + beyond):
+            return
+        case.corrections = _MAX_CORRECTIONS
+        self._fall_back(
+            f"peak memory is {format_nbytes(actual)}, over the budget of "
+            f"{format_nbytes(budget)}: free memory between tensors leaves no room for it"
+        )
+
+    def _hold_back(self, case: Case, reserve_bytes: int) -> bool:
+        """Plan with `reserve_bytes` held back, or with as much as can be; False if that is less."""
+        before, case.reserve_bytes = case.reserve_bytes, reserve_bytes
+        assert case.schedule is not None
         try:
             self._follow(case, self.plans.make(case))
-        except InfeasibleBudgetError:
-            case.corrections, case.reserve_bytes = _MAX_CORRECTIONS, before
-            self._fall_back(
-                f"peak memory is {format_nbytes(actual)}, over the budget of "
-                f"{format_nbytes(budget)}: free memory between tensors leaves no room for it"
-            )
+        except InfeasibleBudgetError as error:
+            missing = error.least_budget_bytes - case.schedule.plan.budgets.device_bytes
+            case.reserve_bytes = before
+            if before < reserve_bytes - missing < reserve_bytes:
+                self._hold_back(case, reserve_bytes - missing)
+            return False
+        return True
 
     # -- budgets before there is a plan --------------------------------------------------------
 

@@ -119,7 +119,7 @@ class Config:
     """What compiles the rewritten graphs: fused kernels, or PyTorch's own ones (quick compiles)."""
     training_state: Literal["auto", "moves", "stays"] = "auto"
     """Whether parameters, gradients and optimizer state may leave the device. "auto": where they
-    would take more than three quarters of a device budget given in bytes."""
+    would take more than a device budget given in bytes."""
     strict: bool = False
     """Raise where something would otherwise take a slower path or stay unplanned."""
     report: str | None = None

@@ -20,8 +20,6 @@ from teraplan.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
-_MOVES_FROM = 0.75
-"""The state moves where it would take more than this part of the device budget."""
 _FIRST_SHARE = 0.5
 """Part of the budget for the state until the graphs are known."""
 _TENSORS_AT_ONCE = 4
@@ -48,6 +46,12 @@ class StateKeeper:
     def moves(self) -> bool:
         """True if parameters, gradients and optimizer state move."""
         return self.state is not None
+
+    @property
+    def could_move(self) -> bool:
+        """True if the state stays, and nobody said that it has to."""
+        stays = self._config.training_state == "auto" and not self.moves
+        return stays and self._device.moves_state
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -116,7 +120,8 @@ class StateKeeper:
         whole += census.missing_optimizer_nbytes(device.type)
         whole += _TENSORS_AT_ONCE * meta_bytes
         budget = config.device_budget.resolve(whole)
-        fits = config.device_budget.nbytes is None or whole <= budget * _MOVES_FROM
+        # Where the state has room, to move activations alone is faster.
+        fits = config.device_budget.nbytes is None or whole <= budget
         if config.training_state == "auto" and fits:
             return None
         if not device.moves_state:

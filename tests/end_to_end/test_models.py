@@ -1,6 +1,7 @@
 """Every model of the benchmarks and two of Hugging Face's: the same bits with little memory."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,16 +13,22 @@ from bench.models import convnet, encoder, gpt, mixer, moe
 from tests.end_to_end.training import MLP, check, training
 
 GPT = gpt.GPTConfig(num_layers=2, width=64, context=64, vocab_size=64)
+BUDGETS = 0.7, 0.5, 0.3
+"""Shares of what each model saves; where so little cannot work, the least budget that can."""
+STEPS = 20
 
 
 def test_plain_mlp_saves_its_own_input() -> None:
     check(training(MLP, MLP().batch), 0.3)
 
 
+_twenty = functools.partial(training, steps=STEPS)
+
+
 @pytest.mark.slow
 def test_gpt_with_dropout() -> None:
     config = dataclasses.replace(GPT, dropout=0.1)
-    check(training(lambda: gpt.build(config), lambda step: gpt.batch(config, 8, step)))
+    check(_twenty(lambda: gpt.build(config), lambda step: gpt.batch(config, 8, step)), *BUDGETS)
 
 
 @pytest.mark.slow
@@ -29,8 +36,8 @@ def test_gpt_with_dropout() -> None:
 def test_gpt_variants(change: dict[str, Any]) -> None:
     config = dataclasses.replace(GPT, num_layers=3, **change)
     check(
-        training(lambda: gpt.build(config), lambda step: gpt.batch(config, 8, step)),
-        0.4,
+        _twenty(lambda: gpt.build(config), lambda step: gpt.batch(config, 8, step)),
+        *BUDGETS,
         may_stay=config.checkpoint,
     )
 
@@ -38,19 +45,21 @@ def test_gpt_variants(change: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_encoder() -> None:
     config = encoder.EncoderConfig(num_layers=2, width=64, context=32, dropout=0.1, vocab_size=64)
-    check(training(lambda: encoder.build(config), lambda step: encoder.batch(config, 16, step)))
+    program = _twenty(lambda: encoder.build(config), lambda step: encoder.batch(config, 16, step))
+    check(program, *BUDGETS)
 
 
 @pytest.mark.slow
 def test_convnet_with_batch_norm() -> None:
     config = convnet.ConvNetConfig(num_stages=2, blocks_per_stage=1, image_size=16)
-    check(training(lambda: convnet.build(config), lambda step: convnet.batch(config, 8, step)))
+    program = _twenty(lambda: convnet.build(config), lambda step: convnet.batch(config, 8, step))
+    check(program, *BUDGETS)
 
 
 @pytest.mark.slow
 def test_mixer() -> None:
     config = mixer.MixerConfig(num_layers=2, width=64)
-    check(training(lambda: mixer.build(config), lambda step: mixer.batch(config, 8, step)), 0.5)
+    check(_twenty(lambda: mixer.build(config), lambda step: mixer.batch(config, 8, step)), *BUDGETS)
 
 
 def _loss_of(result: object) -> Tensor:
@@ -96,7 +105,7 @@ def test_huggingface_llama() -> None:
     def batches(step: int) -> Iterable[Tensor]:
         return (_tokens(step),)
 
-    check(training(lambda: _WithLabels(_llama()), batches, loss_of=_loss_of), 0.6, 0.3)
+    check(_twenty(lambda: _WithLabels(_llama()), batches, loss_of=_loss_of), *BUDGETS)
 
 
 @pytest.mark.slow
@@ -111,7 +120,7 @@ def test_huggingface_t5() -> None:
         )  # fmt: skip
         return _WithLabels(T5ForConditionalGeneration(config))
 
-    check(training(make, lambda step: (_tokens(step, (8, 48)),), loss_of=_loss_of))
+    check(_twenty(make, lambda step: (_tokens(step, (8, 48)),), loss_of=_loss_of), *BUDGETS)
 
 
 @pytest.mark.slow
