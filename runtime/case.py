@@ -1,6 +1,7 @@
 """One kind of step (the same first graph and input sizes) on its way from unknown to planned."""
 
 import logging
+import statistics
 from dataclasses import dataclass, field
 
 from teraplan.hardware import Budgets
@@ -11,6 +12,7 @@ from teraplan.step_trace import StepTrace
 
 log = logging.getLogger(__name__)
 
+_AS_PREDICTED = 0.03
 _MAX_ATTEMPTS = 4
 """Measurements of unequal steps before a kind of step counts as one that never repeats."""
 
@@ -37,6 +39,10 @@ class Case:
     budgets: Budgets | None = None
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
+    slowdown: float = 1.0
+    """Times of the computation in planned steps over those in the measured ones."""
+    calibrated: bool = False
+    """True once predicted and actual times have been compared."""
     corrections: int = 0
     unchecked_runs: int = 0
     """Planned steps since peak and budget were compared."""
@@ -73,17 +79,34 @@ class Case:
             self.durations_ns.clear()
         self.last = recorder
 
+    def calibrate(self) -> bool:
+        """Take over how fast planned steps compute; False if that is what their plan predicted."""
+        assert self.schedule is not None
+        plan, self.calibrated = self.schedule.plan, True
+        computed_ns = statistics.median(
+            run.duration_ns - sum(stall.duration_ns for stall in run.stalls) for run in self.runs
+        )
+        took_ns = statistics.median(run.duration_ns for run in self.runs)
+        if abs(plan.prediction.step_ns / took_ns - 1) <= _AS_PREDICTED:
+            return False
+        measured_ns = min((sum(durations) for durations in self.durations_ns), default=0)
+        if measured_ns:
+            self.slowdown = computed_ns / measured_ns
+        return measured_ns > 0
+
     def trace(self, *, torch_version: str, kernels: str) -> StepTrace:
         """The measured step: memory of the one step, times of the fastest of the others.
 
         What makes a step slower than another of its kind is no part of the computation: memory
-        touched for the first time, other programs.
+        touched for the first time, other programs. What planned steps take longer than that,
+        because I/O and computation share cores and memory, all of their sites take in proportion.
         """
         assert self.memory is not None
         assert self.last is not None
+        fastest = min(self.durations_ns, key=sum, default=(0,) * self.last.num_sites)
         return self.last.trace(
             state_bytes=self.memory.state_bytes + self.reserve_bytes,
-            durations_ns=min(self.durations_ns, key=sum, default=(0,) * self.last.num_sites),
+            durations_ns=tuple(int(duration * self.slowdown) for duration in fastest),
             workspaces_bytes=self.memory.workspaces_bytes,
             torch_version=torch_version,
             kernels=kernels,

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch._C._dynamo import guards
 
+from teraplan.runtime import pages
 from teraplan.runtime.page_scraps import PageScraps, Piece
-from teraplan.runtime.pages import map_pages, move_pages, unmap_pages
 
 MIN_BLOCK_BYTES = 256 << 10
 """Smaller tensors are left to the heap."""
@@ -151,12 +151,12 @@ class CpuPool:
     def _new_block(self, nbytes: int, beyond_bytes: int) -> _Block:
         """A block from `beyond_bytes` of what waits; what it does not need of that is unmapped."""
         self._unmap(beyond_bytes - nbytes)
-        start = end = map_pages(nbytes)
+        start = end = pages.take(nbytes)
         pieces: list[Piece] = []
         reused_bytes = min(nbytes, _aligned(beyond_bytes))
         self._break_up(reused_bytes)
         for piece in self._scraps.take(reused_bytes):
-            move_pages(piece.address, end, piece.nbytes)
+            _move(piece, end)
             self.waiting_bytes -= piece.nbytes
             pieces.append(Piece(end, piece.nbytes))
             end += piece.nbytes
@@ -171,7 +171,7 @@ class CpuPool:
         self._break_up(nbytes)
         for piece in self._scraps.take_small(nbytes):
             self.waiting_bytes -= piece.nbytes
-            unmap_pages(piece.address, piece.nbytes)
+            pages.release(piece.address, piece.nbytes)
 
     def _break_up(self, nbytes: int) -> None:
         """Make scraps of blocks until there are `nbytes`; least recently freed sizes first."""
@@ -186,3 +186,12 @@ class CpuPool:
 
 def _aligned(nbytes: int) -> int:
     return max(0, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+
+
+def _move(piece: Piece, target: int) -> None:
+    """Put the piece's memory at `target`; where the kernel refuses, untouched memory instead."""
+    try:
+        pages.move(piece.address, target, piece.nbytes, keep_source=False)
+    except OSError:
+        pages.release(piece.address, piece.nbytes)
+        pages.renew(target, piece.nbytes)

@@ -64,6 +64,8 @@ _HEADROOM_BYTES = 8 << 20
 """Together, the headroom of `Device.keep_under`: so much free memory may lie between tensors."""
 _CHECKED_AFTER = 1
 """Planned steps after which the peak is compared with the budget."""
+_CALIBRATED_AFTER = 4
+"""Steps under one plan after which predicted and actual times are compared."""
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
 
@@ -275,6 +277,8 @@ class Session:
         if case.unchecked_runs == _CHECKED_AFTER:
             case.unchecked_runs = 0
             self._correct_overshoot(case)
+        if len(case.runs) == _CALIBRATED_AFTER and case.runs_of is case.schedule:
+            self._calibrate(case)
 
     def _counted_peak(self, case: Case, recorder: StepRecorder) -> int:
         assert case.schedule is not None
@@ -308,6 +312,19 @@ class Session:
         """Measure the peak from here on, with no free memory left over."""
         self.device.run_fast()
         self.device.take_peak()
+
+    def _calibrate(self, case: Case) -> None:
+        """If planned steps take longer than was predicted, or shorter, plan with what they take."""
+        if case.calibrated or self.plans.replayed is not None or not case.calibrate():
+            return
+        try:
+            plan = self.plans.make(case)
+        except InfeasibleBudgetError as error:  # a policy of someone else's: the old plan works
+            self._fall_back(f"there is no plan with the times of planned steps: {error}")
+            return
+        case.schedule = Schedule(plan)
+        self.reports.write_plan(case.number, plan)
+        log.info("computation in planned steps: %.3f of the measured time", case.slowdown)
 
     def _correct_overshoot(self, case: Case) -> None:
         """If the process took more than the budget, make a plan that holds the difference back."""

@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from teraplan.errors import IntegrityError
-from teraplan.runtime.state import pages
+from teraplan.runtime import pages
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.lease import span_nbytes, tensor_at
 from teraplan.runtime.state.page_pool import PagePool

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from teraplan.runtime.state import pages
+from teraplan.runtime import pages
 
 
 class PagePool:
