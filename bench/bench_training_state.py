@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=512, help="length of a sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
+    parser.add_argument("--kernels", default="inductor")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--storage", default="", help="directory of the spill file")
@@ -64,6 +65,7 @@ def point(options: argparse.Namespace) -> dict[str, float]:
     torch.set_num_threads(os.cpu_count() or 1)
     budget = options.budget or 1 << 40
     settings: dict[str, object] = {"device_budget": budget, "profile_steps": 1}
+    settings["kernels"] = options.kernels
     if options.storage:
         settings["storage"] = [options.storage]
     before = process_memory.resident_bytes()
@@ -76,6 +78,7 @@ def point(options: argparse.Namespace) -> dict[str, float]:
         context=options.tokens,
         checkpoint=options.checkpoint,
     )
+    torch.manual_seed(0)
     with torch.device("meta"):
         model = GPT(config)
     teraplan.materialize(model, options=settings, initialize=initialize)
@@ -93,6 +96,8 @@ def point(options: argparse.Namespace) -> dict[str, float]:
         losses.append(float(loss))
         times.append(time.perf_counter() - start)
         traffic.append(written_bytes() - io_before)
+        peak = (process_memory.peak_bytes() - before) / 2**20
+        print(f"step {step}: {times[-1]:.2f} s, peak {peak:.0f} MiB", file=sys.stderr, flush=True)
     status = teraplan.status()
     print(status, [round(t, 2) for t in times], losses[-1], file=sys.stderr)
     last = times[max(3, len(times) // 2) :]
