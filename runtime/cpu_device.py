@@ -133,14 +133,16 @@ class CpuDevice(Device):
         from teraplan.runtime.links import host_link, storage_link
 
         storage = self.storage
-        directories = [store.directory for store in storage.stores]
+        directories = [store.directory for store in storage.stores if store.in_use]
         return Hardware(
             device=self.name,
             device_capacity_bytes=self.capacity_bytes(),
             host_capacity_bytes=self.host_budget_bytes,
             storage_capacity_bytes=storage.free_bytes + storage.bytes_in_use,
             host_link=host_link("cpu") if self.host_budget_bytes else None,
-            storage_link=storage_link(directories),
+            storage_link=storage_link(directories, encrypt=storage.encrypts)
+            if directories
+            else None,
         )
 
     def capacity_bytes(self) -> int:

@@ -199,7 +199,9 @@ class CudaDevice(Device):
             host_capacity_bytes=host_bytes,
             storage_capacity_bytes=self.storage.free_bytes + self.storage.bytes_in_use,
             host_link=host_link(self.type) if host_bytes else None,
-            storage_link=storage_link(directories) if directories else None,
+            storage_link=storage_link(directories, encrypt=self.storage.encrypts)
+            if directories
+            else None,
         )
 
     def capacity_bytes(self) -> int:

@@ -17,7 +17,7 @@ import torch
 
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import TransferRecord
-from teraplan.runtime.storage import StoreInfo
+from teraplan.runtime.storage import Storage, StoreInfo
 
 
 class Copy(ABC):
@@ -73,6 +73,7 @@ class Device(ABC):
     name: str
     type: str
     """As in `torch.device(type)`."""
+    storage: Storage
 
     def keeps_beside(self, beside: Beside) -> None:
         """Leave the memory of `beside` out of all figures but `peak_bytes`."""

@@ -88,6 +88,8 @@ class Engine:
             resident_limits: most bytes that the process is to hold of the device, and how many
                 of these are to be left for allocations between two sites; None if not known.
         """
+        if not self._views:
+            self._forget_lost()
         self._resident_limits = resident_limits
         self.recorder = recorder
         self._schedule = schedule
@@ -164,6 +166,14 @@ class Engine:
         """Forget every saved activation: their backward will not run."""
         for key in list(self._views):
             self.release(key)
+        self._forget_lost()
+
+    def _forget_lost(self) -> None:
+        """Nobody waits for anything: forget what an interrupt has left half done."""
+        self._of_step = []
+        self._by_storage.clear()
+        self._resident.clear()
+        self.managed_bytes = 0
 
     def release(self, key: int) -> None:
         """A token is gone. Called from any thread at any time, also in the middle of an op here.

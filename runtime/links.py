@@ -34,7 +34,11 @@ _PATIENCE_NS = 60 * 10**9
 
 
 def storage_link(
-    directories: Sequence[Path], *, refresh: bool = False, checksum: bool = True
+    directories: Sequence[Path],
+    *,
+    refresh: bool = False,
+    checksum: bool = True,
+    encrypt: bool = False,
 ) -> Link:
     """Speed of `directories` together; measured once per machine and disks, then remembered.
 
@@ -44,9 +48,11 @@ def storage_link(
     disks = [disk_facts(Path(directory)) for directory in directories]
     names = [f"{disk.device} {disk.disk} {disk.file_system}" for disk in disks]
     key = f"storage {platform.node()} checksum={checksum} " + ", ".join(sorted(names))
+    if encrypt:
+        key = f"encrypted {key}"
     link = None if refresh else _remembered(key)
     if link is None:
-        link = measure_storage(directories, checksum=checksum)
+        link = measure_storage(directories, checksum=checksum, encrypt=encrypt)
         keep(key, asdict(link), version=_VERSION)
     return link
 
@@ -68,14 +74,18 @@ def host_link(device: str | None = None, *, refresh: bool = False) -> Link | Non
 
 
 def measure_storage(
-    directories: Sequence[Path], *, nbytes: int = 256 * MIB, checksum: bool = True
+    directories: Sequence[Path],
+    *,
+    nbytes: int = 256 * MIB,
+    checksum: bool = True,
+    encrypt: bool = False,
 ) -> Link:
     """Speed of `directories` together, with `nbytes` on disk and 64 MiB in memory; takes a second.
 
     Raises:
         StorageError: a directory cannot be used or fails.
     """
-    with Storage.open(directories, checksum=checksum) as storage:
+    with Storage.open(directories, checksum=checksum, encrypt=encrypt) as storage:
         nbytes = min(nbytes, storage.free_bytes // 2)
         num_records = max(1, nbytes // _RECORD_BYTES // 2)
         with _Blocks(4) as blocks:

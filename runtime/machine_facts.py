@@ -205,6 +205,8 @@ def _directory(directory: Path) -> Iterator[Fact]:
         status=Status.WARNING if is_little else Status.OK,
         advice="little room for spilled tensors; name a larger disk" if is_little else "",
     )
+    for neighbourhood in disk.neighbourhood:
+        yield Fact(name=f"{name}: PCIe", value=neighbourhood)
     if "rotating" in disk.disk:
         advice = "a rotating disk moves some 0.2 GB/s; name a directory on an SSD"
         yield Fact(name=f"{name}: disk", value=disk.disk, status=Status.WARNING, advice=advice)

@@ -34,6 +34,7 @@ def open_device(config: Config, device_type: str) -> Device:
         deadline_s=config.deadline_s,
         strict=config.strict,
         device_memory=device_type != "cpu",
+        encrypt=config.encrypt,
     )
     try:
         return _OPENERS[device_type](config, storage)

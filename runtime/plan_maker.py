@@ -9,9 +9,9 @@ import torch
 
 from teraplan.check_plan import require_valid
 from teraplan.config import Config
-from teraplan.errors import InvalidPlanError
+from teraplan.errors import InfeasibleBudgetError, InvalidPlanError
 from teraplan.graph_table import GraphTable
-from teraplan.hardware import Budgets, Hardware
+from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.memory_curve import device_curve
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan, require_same_fingerprint
@@ -21,12 +21,14 @@ from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
 from teraplan.runtime.report_files import ReportFiles
 from teraplan.step_trace import StepTrace
-from teraplan.units import format_ns
+from teraplan.units import format_nbytes, format_ns
 
 log = logging.getLogger(__name__)
 
 _SAVED_AT_HAND = 2
 """Saved activations that are on the device where most others have left."""
+_DAY_NS = 86_400 * 10**9
+_WEAR_ATTEMPTS = 5
 
 
 class PlanMaker:
@@ -91,10 +93,42 @@ class PlanMaker:
         trace = self._trace(case)
         self._reports.write_trace(case.number, trace)
         budgets = self._budgets(case, trace)
-        plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
+        plan = self._plan_within_wear(trace, budgets)
         require_valid(plan)
         elapsed = format_ns(time.perf_counter_ns() - start_ns)
         log.info("planned %d sites in %s", len(trace.sites), elapsed)
+        return plan
+
+    def _plan_within_wear(self, trace: StepTrace, budgets: Budgets) -> Plan:
+        """A plan that writes no more to storage per day than `daily_writes` allows.
+
+        Planners know how much may lie in storage, not how much may be written. A step seldom uses
+        the same room twice, so the one is scaled until the other fits.
+        """
+        daily = self._config.daily_writes
+        plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
+        for attempt in range(_WEAR_ATTEMPTS):
+            if daily is None or daily.nbytes is None:
+                return plan
+            step_ns, written = (
+                plan.prediction.step_ns,
+                plan.prediction.out_bytes.get(Tier.STORAGE, 0),
+            )
+            allowed = daily.nbytes * step_ns // _DAY_NS
+            if written <= allowed:
+                return plan
+            is_last = attempt == _WEAR_ATTEMPTS - 2
+            room = 0 if is_last else plan.prediction.storage_peak_bytes * allowed // written
+            log.info("daily_writes leaves %s of storage", format_nbytes(room))
+            budgets = dataclasses.replace(budgets, storage_bytes=room)
+            try:
+                plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
+            except InfeasibleBudgetError as error:
+                error.args = (
+                    f"{error}. daily_writes allows {format_nbytes(allowed)} to be written in each "
+                    "step; raise it",
+                )
+                raise
         return plan
 
     def machine(self) -> Hardware:

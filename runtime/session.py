@@ -160,6 +160,17 @@ class Session:
         """The session as it stands now."""
         return status_of(self)
 
+    def describe(self) -> str:
+        """What is going on now, for people. From anywhere, a signal handler too: takes no lock."""
+        engine = self.engine
+        site = engine.recorder.num_sites if engine.recorder is not None else 0
+        plan = "without a plan" if engine.unplanned else "under a plan"
+        return (
+            f"teraplan on {self.device.name}: step {self.steps}, after site {site}, {plan}; "
+            f"{format_nbytes(engine.managed_bytes)} of saved activations on the device, "
+            f"{len(engine.faults)} faults in this step\n{self.device.storage.describe()}"
+        )
+
     def close(self) -> None:
         """Release files, threads and memory."""
         self.engine.drop_all()

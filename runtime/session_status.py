@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from teraplan.runtime.session import Session
 
 _MEDIAN_OF = 5
+_DAY_NS = 86_400 * 10**9
 
 
 def status_of(session: "Session") -> Status:
@@ -32,6 +33,7 @@ def status_of(session: "Session") -> Status:
         "device_budget_bytes": session.device_budget_bytes() if case is not None else -1,
         "diverged_steps": session.diverged_steps,
         "stores": _stores(session),
+        "endurance_used": _endurance_used(session),
         "fallbacks": tuple(
             dict.fromkeys(
                 (*session.fallbacks, *session.device.fallbacks, *session.keeper.fallbacks)
@@ -108,6 +110,13 @@ def _of_runs(runs: list[RunRecord]) -> dict[str, object]:
     }
 
 
+def _endurance_used(session: "Session") -> float:
+    endurance = session.config.endurance
+    if endurance is None or not endurance.nbytes:
+        return -1.0
+    return sum(store.written_bytes for store in session.device.stores()) / endurance.nbytes
+
+
 def _stores(session: "Session") -> tuple[StoreStatus, ...]:
     return tuple(
         StoreStatus(
@@ -116,6 +125,7 @@ def _stores(session: "Session") -> tuple[StoreStatus, ...]:
             file_system=store.file_system,
             written_bytes=store.written_bytes,
             read_bytes=store.read_bytes,
+            written_per_day_bytes=store.written_bytes * _DAY_NS // max(store.open_ns, 1),
         )
         for store in session.device.stores()
     )

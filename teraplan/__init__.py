@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from teraplan import backend as _backend
 
-__all__ = ["Status", "TeraplanError", "__version__", "materialize", "status"]
+__all__ = ["Status", "TeraplanError", "__version__", "dump", "materialize", "status"]
 __version__ = "0.1.0"
 
 
@@ -50,3 +50,13 @@ def status() -> Status:
         return Status(phase="idle")
     module: _backend = loaded  # type: ignore[valid-type]
     return module.current_status()  # type: ignore[no-any-return,attr-defined]
+
+
+def dump() -> None:
+    """Print to standard error what is under way right now: step, stores, queues, running I/O.
+
+    The signal SIGUSR1 does the same, unless the program uses it for something else.
+    """
+    loaded = sys.modules.get("teraplan.backend")
+    text = "teraplan: no session" if loaded is None else loaded.current_dump()
+    sys.stderr.write(f"{text}\n")

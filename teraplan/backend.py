@@ -23,6 +23,7 @@ from teraplan.config import Config
 from teraplan.errors import ConfigError, TeraplanError
 from teraplan.passes.partition import config_patches, partition
 from teraplan.runtime.dispatch import running
+from teraplan.runtime.dump_signal import dump_on_signal
 from teraplan.runtime.open_device import open_device
 from teraplan.runtime.session import Session
 from teraplan.runtime.state.materialize import materialize as give_memory
@@ -86,6 +87,11 @@ def current_status() -> Status:
     return sessions[-1].status() if sessions else Status(phase="idle")
 
 
+def current_dump() -> str:
+    """What all sessions are doing right now."""
+    return "\n".join(s.describe() for s in list(_sessions.values())) or "teraplan: no session"
+
+
 def _session(config: Config, device_type: str) -> Session:
     session = _sessions.get(config)
     if session is None:
@@ -96,6 +102,7 @@ def _session(config: Config, device_type: str) -> Session:
             device.close()
             raise
         _sessions[config] = session
+        dump_on_signal(current_dump)
     return session
 
 

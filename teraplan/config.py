@@ -128,6 +128,14 @@ class Config:
     """Longest that one wait for a transfer may take before it is an error."""
     checksum: bool = True
     """Compare what comes back from storage with what left."""
+    encrypt: bool = False
+    """Encrypt what goes to storage, under a key that is never stored."""
+    daily_writes: Budget | None = None
+    """Most bytes that may be written to storage per day of training: plans keep to it. None: as
+    many as are of use."""
+    endurance: Budget | None = None
+    """Bytes that the storage devices together are rated to take in their life, of which the status
+    then shows the share that was used. None: not known."""
 
     def __post_init__(self) -> None:
         for name, value in _values_of(self):
@@ -178,6 +186,13 @@ def _device_budget(value: object) -> Budget | None:
     budget = _optional_budget(value)
     if budget is not None and budget.is_zero():
         raise ConfigError(f"nothing runs in no memory; expected {_BUDGET_FORMS}")
+    return budget
+
+
+def _size(value: object) -> Budget | None:
+    budget = _optional_budget(value)
+    if budget is not None and budget.nbytes is None:
+        raise ConfigError('expected a size such as "500GB", not a percentage')
     return budget
 
 
@@ -271,6 +286,9 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "report": _report,
     "deadline_s": _deadline_s,
     "checksum": _flag,
+    "encrypt": _flag,
+    "daily_writes": _size,
+    "endurance": _size,
 }
 
 

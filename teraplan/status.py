@@ -15,6 +15,8 @@ class StoreStatus:
     file_system: str
     written_bytes: int
     read_bytes: int
+    written_per_day_bytes: int = 0
+    """At the rate since the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class Status:
     diverged_steps: int = 0
     """Steps that did something else than was planned, and went on without a plan."""
     stores: tuple[StoreStatus, ...] = ()
+    endurance_used: float = -1.0
+    """Share of the option `endurance` that this run has written; -1 without it."""
     fallbacks: tuple[str, ...] = ()
     plan_path: str = ""
     trace_path: str = ""
@@ -94,7 +98,14 @@ class Status:
                 f"  written / read per step    {_bytes(self.state_written_bytes)}"
                 f" / {_bytes(self.state_read_bytes)}, waits {_time(self.state_wait_ns)}",
             ]
-        lines += [f"  store {s.directory}: {s.path} on {s.file_system}" for s in self.stores]
+        for s in self.stores:
+            lines.append(f"  store {s.directory}: {s.path} on {s.file_system}")
+            lines.append(
+                f"    written {_bytes(s.written_bytes)}, {_bytes(s.written_per_day_bytes)} per day;"
+                f" read {_bytes(s.read_bytes)}"
+            )
+        if self.endurance_used >= 0:
+            lines.append(f"  endurance used by this run {self.endurance_used:.4%}")
         lines += [f"  fallback: {text}" for text in self.fallbacks]
         return "\n".join(lines)
 

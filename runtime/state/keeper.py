@@ -124,6 +124,12 @@ class StateKeeper:
         fits = config.device_budget.nbytes is None or whole <= budget
         if config.training_state == "auto" and fits:
             return None
+        if config.encrypt:
+            self.refusal = (
+                "parameters stay on the device with encrypt: what is away is looked at in the file "
+                f"itself; so do gradients and optimizer state, {format_nbytes(whole)} in all"
+            )
+            return None
         if not device.moves_state:
             self.refusal = (
                 f"parameters stay on the device on {device.type.upper()}: not implemented; so do "

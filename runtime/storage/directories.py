@@ -10,6 +10,7 @@ from teraplan.errors import FallbackRefusedError, StorageUnusableError
 from teraplan.runtime.storage.arena import Arena
 from teraplan.runtime.storage.arena_file import check_directory, open_unnamed
 from teraplan.runtime.storage.cache_directory import cache_home
+from teraplan.runtime.storage.encrypted_arena import EncryptedArena
 from teraplan.runtime.storage.file_system import DiskFacts, available_bytes, disk_facts
 from teraplan.runtime.storage.kvikio_arena import KvikioGdsArena, KvikioHostArena
 from teraplan.runtime.storage.kvikio_probe import probe
@@ -29,8 +30,12 @@ class OpenedDirectory:
     """What is not as it should be here, one sentence each."""
 
 
-def open_directory(directory: Path, *, path: str, strict: bool) -> OpenedDirectory:
+def open_directory(
+    directory: Path, *, path: str, strict: bool, encrypt_for: int = 0
+) -> OpenedDirectory:
     """An open arena in `directory`. `path` is "posix", "kvikio-host" or "kvikio-gds".
+
+    What is written is encrypted if `encrypt_for`, the number of workers that will use it, is given.
 
     Raises:
         StorageUnusableError: no file can be made there, or kvikio does not work here.
@@ -51,6 +56,8 @@ def open_directory(directory: Path, *, path: str, strict: bool) -> OpenedDirecto
         _refuse_if(strict, fallbacks)
         if disk.in_ram:
             arena.path = f"posix in {disk.file_system}, which is RAM"
+        if encrypt_for:
+            arena = EncryptedArena(arena, num_workers=encrypt_for)
     except BaseException as error:
         os.close(fd)
         if type(error) is OSError:

@@ -7,6 +7,7 @@ the bytes leave RAM: the file system's magic number does.
 
 import ctypes
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,9 @@ _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
 _FALLBACK_ALIGNMENT = 4096
 
+_SYS = Path("/sys")
+_PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -50,6 +54,10 @@ class DiskFacts:
     """Major and minor number of the block device, "254:0"; of an anonymous one for tmpfs."""
     disk: str
     """Name and kind of the disk from sysfs: "vda (virtual)", "nvme0n1 (nvme)", "" if unknown."""
+    physical: frozenset[str] = frozenset()
+    """Names of the disks that it is made of: one, or those below a RAID or a logical volume."""
+    neighbourhood: tuple[str, ...] = ()
+    """Of each physical disk on PCIe: "nvme0n1 at 0000:41:00.0, NUMA node 1, 16.0 GT/s PCIe x4"."""
 
     @property
     def in_ram(self) -> bool:
@@ -74,7 +82,15 @@ def disk_facts(directory: Path) -> DiskFacts:
     """What `directory` lies on."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    return DiskFacts(file_system=_file_system(directory), device=number, disk=_disk(number))
+    link = _SYS / "dev" / "block" / number
+    disks = _physical(link.resolve()) if link.exists() else []
+    return DiskFacts(
+        file_system=_file_system(directory),
+        device=number,
+        disk=", ".join(f"{block.name} ({_disk_kind(block)})" for block in disks),
+        physical=frozenset(block.name for block in disks),
+        neighbourhood=tuple(filter(None, map(_neighbourhood, disks))),
+    )
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
@@ -115,14 +131,38 @@ def _file_system(directory: Path) -> str:
     return _NAMES.get(magic, f"0x{magic:x}")
 
 
-def _disk(number: str) -> str:
-    link = Path("/sys/dev/block") / number
-    if not link.exists():
+def _physical(block: Path) -> list[Path]:
+    """The disks that a block device is made of, in the order of their names."""
+    below = block / "slaves"
+    parts = sorted(below.iterdir()) if below.is_dir() else []
+    if parts:
+        return [disk for part in parts for disk in _physical(part.resolve())]
+    return [block.parent if (block / "partition").exists() else block]
+
+
+def _neighbourhood(block: Path) -> str:
+    """Where a disk is on PCIe, "" if it is not."""
+    addresses = _PCI_ADDRESS.findall(str(block))
+    if not addresses:
         return ""
-    block = link.resolve()
-    if (block / "partition").exists():
-        block = block.parent
-    return f"{block.name} ({_disk_kind(block)})"
+    device = _SYS / "bus" / "pci" / "devices" / addresses[-1]
+    node, speed, width = (
+        _sysfs_text(device / name)
+        for name in ("numa_node", "current_link_speed", "current_link_width")
+    )
+    parts = [f"{block.name} at {addresses[-1]}"]
+    if node and node != "-1":  # one node only, or a firmware that does not tell
+        parts.append(f"NUMA node {node}")
+    if speed and width:
+        parts.append(f"{speed} x{width}")
+    return ", ".join(parts)
+
+
+def _sysfs_text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _disk_kind(block: Path) -> str:
@@ -130,8 +170,7 @@ def _disk_kind(block: Path) -> str:
         return "nvme"
     if block.name.startswith(("vd", "xvd", "loop", "ram", "zram")):
         return "virtual"
-    try:
-        rotational = (block / "queue" / "rotational").read_text().strip()
-    except OSError:
+    rotational = _sysfs_text(block / "queue" / "rotational")
+    if not rotational:
         return "unknown"
     return "rotating" if rotational == "1" else "ssd"

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter_ns
 from types import TracebackType
 
 from teraplan.errors import ConfigError, StorageError
 from teraplan.run_record import Direction
+from teraplan.runtime.storage.describe import store_lines
 from teraplan.runtime.storage.directories import OpenedDirectory, open_directory, why_not
 from teraplan.runtime.storage.file_system import available_bytes
 from teraplan.runtime.storage.store import WORKERS, Store
@@ -18,6 +20,7 @@ from teraplan.runtime.storage.traffic import Traffic
 from teraplan.runtime.storage.transfers import Record, Transfer
 
 _log = logging.getLogger(__name__)
+_DUMP_PATIENCE_S = 0.2
 PATHS = ("auto", "posix", "kvikio-host", "kvikio-gds")
 
 
@@ -39,6 +42,8 @@ class StoreInfo:
     in_use: bool
     """False after it has failed: what lies there is read, nothing more is written."""
     fallbacks: tuple[str, ...]
+    open_ns: int
+    """For how long it has been open."""
 
 
 class Storage:
@@ -55,12 +60,15 @@ class Storage:
         checksum: bool,
         deadline_s: float,
         workers: tuple[Direction, ...] = WORKERS,
+        encrypt: bool = False,
     ) -> None:
+        self.encrypts = encrypt
         self._opened = tuple(opened)
         self._deadline_s = deadline_s
         self._owner_pid = os.getpid()
         self._closed = False
         self._closing = threading.Lock()
+        self._opened_ns = perf_counter_ns()
         self.traffic = Traffic(opened, checksum=checksum, workers=workers)
         _open_sessions.append(self)
 
@@ -75,6 +83,7 @@ class Storage:
         path: str = "auto",
         device_memory: bool = False,
         workers: tuple[Direction, ...] = WORKERS,
+        encrypt: bool = False,
     ) -> "Storage":
         """A storage over `directories`, each with its own file, queue and `workers`: what each
         thread prefers to move.
@@ -82,6 +91,7 @@ class Storage:
         `path` is one of "auto", "posix", "kvikio-host" and "kvikio-gds". "auto" is posix, except
         that a caller who could hand over addresses of an accelerator (`device_memory`) gets GDS
         where the probe proves it for every directory; `takes_device_memory` then says so.
+        `encrypt` keeps the files unreadable, at the cost of time and a chunk of memory per worker.
 
         Raises:
             ConfigError: no directory, or an unknown path.
@@ -94,14 +104,23 @@ class Storage:
             raise ConfigError(f"{path!r} is no storage path; use one of {', '.join(PATHS)}")
         chosen = path
         if path == "auto":
-            has_gds = device_memory and not any(
-                why_not("kvikio-gds", Path(directory)) for directory in directories
+            has_gds = (
+                device_memory
+                and not encrypt
+                and not any(why_not("kvikio-gds", Path(directory)) for directory in directories)
             )
             chosen = "kvikio-gds" if has_gds else "posix"
         opened: list[OpenedDirectory] = []
         try:
             for directory in directories:
-                opened.append(open_directory(Path(directory), path=chosen, strict=strict))
+                opened.append(
+                    open_directory(
+                        Path(directory),
+                        path=chosen,
+                        strict=strict,
+                        encrypt_for=len(workers) if encrypt else 0,
+                    )
+                )
         except BaseException:
             for one in opened:
                 one.arena.close()
@@ -110,7 +129,9 @@ class Storage:
             for fallback in one.fallbacks:
                 _log.warning("storage: %s", fallback)
         _say_shared_disks(opened)
-        return cls(opened, checksum=checksum, deadline_s=deadline_s, workers=workers)
+        return cls(
+            opened, checksum=checksum, deadline_s=deadline_s, workers=workers, encrypt=encrypt
+        )
 
     def __enter__(self) -> "Storage":
         return self
@@ -133,7 +154,7 @@ class Storage:
         """The directories as they are used now."""
         self._check_process("status")
         return tuple(
-            _info(opened, store, self.traffic.room(store))
+            _info(opened, store, self.traffic.room(store), self._opened_ns)
             for opened, store in zip(self._opened, self.traffic.stores, strict=True)
         )
 
@@ -228,6 +249,19 @@ class Storage:
         self._check_process(transfer.label)
         return self.traffic.wait(transfer, what=what, deadline_s=self._deadline_s)
 
+    def describe(self) -> str:
+        """What the stores are doing now, for people. From anywhere, a signal handler too."""
+        # The handler may have interrupted the very thread that holds the lock.
+        locked = self.traffic.lock.acquire(timeout=_DUMP_PATIENCE_S)
+        try:
+            lines = [line for store in self.traffic.stores for line in store_lines(store)]
+        except RuntimeError as error:  # something changed while it was being looked at
+            lines = [f"storage is busy: {error}"]
+        finally:
+            if locked:
+                self.traffic.lock.release()
+        return "\n".join(lines)
+
     def close(self) -> None:
         """Ends running I/O, fails queued I/O, joins the threads, deletes the files.
 
@@ -259,7 +293,9 @@ class Storage:
             one.arena.forget()
 
 
-def _info(opened: OpenedDirectory, store: Store, room: tuple[int, int]) -> StoreInfo:
+def _info(
+    opened: OpenedDirectory, store: Store, room: tuple[int, int], opened_ns: int
+) -> StoreInfo:
     taken, free = room
     fallbacks = opened.fallbacks
     if store.why_retired is not None:
@@ -276,18 +312,20 @@ def _info(opened: OpenedDirectory, store: Store, room: tuple[int, int]) -> Store
         read_bytes=store.read_bytes,
         in_use=store.why_retired is None,
         fallbacks=fallbacks,
+        open_ns=perf_counter_ns() - opened_ns,
     )
 
 
 def _say_shared_disks(opened: Sequence[OpenedDirectory]) -> None:
     first_on: dict[str, Path] = {}
     for one in opened:
-        first = first_on.setdefault(one.disk.device, one.directory)
-        if first != one.directory:
-            _log.warning(
-                "storage: %s and %s are on the same disk (%s): together they are no faster",
-                *(first, one.directory, one.disk.disk or one.disk.device),
-            )
+        for disk in one.disk.physical or {one.disk.device}:
+            first = first_on.setdefault(disk, one.directory)
+            if first != one.directory:
+                _log.warning(
+                    "storage: %s and %s are on the same disk (%s): together they are no faster",
+                    *(first, one.directory, one.disk.disk or one.disk.device),
+                )
 
 
 # The two hooks below can only be set for the whole process, so this list has to be, too.

@@ -223,6 +223,7 @@ class Store:
         try:
             while (chunk := self._next(number, prefers)) is not None:
                 self._reports.ended(self, number, chunk, self._move(chunk))
+                del chunk  # it holds its record, which may be nobody else's by now
         except BaseException as error:  # noqa: BLE001  whoever waits must hear of any bug here
             _log.critical("a storage worker of %s died", self.name, exc_info=error)
             self._reports.worker_died(self, error)

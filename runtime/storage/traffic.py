@@ -23,6 +23,8 @@ from teraplan.runtime.storage.placement import place, place_one
 from teraplan.runtime.storage.store import Store
 from teraplan.runtime.storage.transfers import CHUNK_BYTES, Chunk, Place, Record, Transfer
 
+After = Callable[[], object] | None
+"""Called by a worker before it touches the memory."""
 _WORTH_TAKING = 1.5
 """A queued write goes to an idle store that needs less time for it by this factor."""
 
@@ -62,21 +64,19 @@ class Traffic:
 
     # ---- called by the session ------------------------------------------------------------------
 
-    def put(
-        self,
-        address: int,
-        nbytes: int,
-        *,
-        owner: object,
-        label: str,
-        after: Callable[[], object] | None,
-    ) -> Record:
+    def put(self, address: int, nbytes: int, *, owner: object, label: str, after: After) -> Record:
         """Reserves room, queues the write, and returns at once.
 
         Raises:
             StorageFullError: no room; nothing has been queued.
         """
-        record = Record(address, nbytes, alignment=self.alignment, block_bytes=self._block_bytes)
+        record = Record(
+            address,
+            nbytes,
+            alignment=self.alignment,
+            block_bytes=self._block_bytes,
+            give_back=self.drop,
+        )
         with self.lock:
             self._check_open(label)
             self._free_dropped()
@@ -86,13 +86,7 @@ class Traffic:
         return record
 
     def get(
-        self,
-        record: Record,
-        address: int,
-        *,
-        owner: object,
-        urgent: bool,
-        after: Callable[[], object] | None,
+        self, record: Record, address: int, *, owner: object, urgent: bool, after: After
     ) -> Transfer:
         """Queues the read of `record` into the memory at `address`, and returns at once."""
         label = record.write.label
@@ -255,7 +249,7 @@ class Traffic:
         label: str,
         direction: Direction,
         owner: object,
-        after: Callable[[], object] | None,
+        after: After,
     ) -> Transfer:
         used = sorted({one.store for one in record.places})
         transfer = Transfer(

@@ -112,6 +112,7 @@ class Record:
         "checksums",
         "dropped",
         "extents",
+        "give_back",
         "nbytes",
         "num_chunks",
         "num_under_way",
@@ -120,8 +121,20 @@ class Record:
         "write",
     )
 
-    def __init__(self, address: int, nbytes: int, *, alignment: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        alignment: int,
+        block_bytes: int,
+        give_back: Callable[["Record"], None],
+    ) -> None:
         self.nbytes = nbytes
+        self.extents: list[Extent] = []
+        """What is to be given back when the record has been dropped."""
+        self.dropped = False
+        self.give_back = give_back
         self._head_bytes = min(-address % alignment, nbytes)
         self.body_bytes = (nbytes - self._head_bytes) // block_bytes * block_bytes
         self._tail_bytes = nbytes - self._head_bytes - self.body_bytes
@@ -133,13 +146,15 @@ class Record:
         self.checksums = [0] * self.num_chunks
         self.places: list[Place] = []
         """Of each chunk."""
-        self.extents: list[Extent] = []
-        """What is to be given back when the record has been dropped."""
         self.num_under_way = 0
-        self.dropped = False
         self.waiting_reads: list[tuple[Transfer, int]] = []
         """Reads, with their addresses, that came while the write was still queued."""
         self.write: Transfer
+
+    def __del__(self) -> None:
+        # An interrupt may come before whoever put it has got hold of it.
+        if self.extents and not self.dropped:
+            self.give_back(self)
 
     def keep_ends(self, address: int) -> None:
         """Copies head and tail of the memory at `address` into the record."""

@@ -2,11 +2,15 @@
 
 import errno
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, StorageFullError
+from teraplan.hardware import Tier
+from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.device import Copy
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 from tests.fakes.faulty_calls import Fault, injected
 
@@ -56,16 +60,25 @@ def test_one_failed_write_changes_no_bit_and_is_told(reference: Reference) -> No
     assert "EIO: Input/output error" in told
 
 
-def test_host_memory_takes_what_storage_cannot(reference: Reference) -> None:
-    # Not in the first steps: there, copies in this process's memory would count as workspace.
-    def program(this: Run) -> None:
-        with injected(Fault(call="write", what=errno.EIO, at=12, times=FOREVER)) as calls:
-            PROGRAM(this)
-        assert calls.num_injected > 0
+def test_host_memory_takes_what_storage_cannot(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_by: list[Tier] = []
+    start_out = CpuDevice.start_out
 
-    limited = tight(program, reference.unlimited, 0.4, host_budget="1GiB")
+    def noted(self: CpuDevice, tensor: torch.Tensor, tier: Tier, label: str) -> Copy:
+        copy = start_out(self, tensor, tier, label)
+        taken_by.append(tier)
+        return copy
+
+    monkeypatch.setattr(CpuDevice, "start_out", noted)
+    # A new plan would use host memory anyway; this one was made without it.
+    tight(PROGRAM, reference.unlimited, 0.5, report=str(tmp_path))
+    with injected(Fault(call="write", what=errno.EIO, at=8, times=FOREVER)) as calls:
+        limited = run(PROGRAM, plan=str(tmp_path / "plan.json"), host_budget="1GiB")
+    assert calls.num_injected > 0
     assert_same(reference.unlimited, limited)
-    assert max(status.bytes_out.get("host", 0) for status in limited.statuses) > 0
+    assert Tier.HOST in taken_by
 
 
 def test_a_full_disk_and_no_room_is_an_error_that_says_both(reference: Reference) -> None:

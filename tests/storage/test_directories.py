@@ -201,3 +201,34 @@ def test_a_path_that_does_not_work_here_is_refused_with_its_reason(
 def test_words_of_kvikio_become_error_numbers(text: str, code: int) -> None:
     error = kvikio_arena._with_errno(RuntimeError(text), 10)
     assert error.errno == code
+
+
+def test_disks_below_a_volume_and_their_place_on_pcie(
+    tmp_path: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pci = tmp_path / "devices/pci0000:40/0000:40:01.1/0000:41:00.0/nvme/nvme0"
+    whole, volume = pci / "nvme0n1", tmp_path / "devices/virtual/block/dm-0"
+    part = whole / "nvme0n1p2"
+    for folder in (part, volume / "slaves", tmp_path / "dev/block"):
+        folder.mkdir(parents=True)
+    (part / "partition").write_text("2")
+    (volume / "slaves" / "nvme0n1p2").symlink_to(part)
+    number = os.stat(disk).st_dev
+    link = tmp_path / f"dev/block/{os.major(number)}:{os.minor(number)}"
+    link.symlink_to(volume)
+    device = tmp_path / "bus/pci/devices/0000:41:00.0"
+    device.mkdir(parents=True)
+    for name, text in (
+        ("numa_node", "1\n"),
+        ("current_link_speed", "16.0 GT/s PCIe\n"),
+        ("current_link_width", "4\n"),
+    ):
+        (device / name).write_text(text)
+    monkeypatch.setattr(file_system, "_SYS", tmp_path)
+    facts = file_system.disk_facts(disk)
+    assert facts.physical == {"nvme0n1"}
+    assert facts.disk == "nvme0n1 (nvme)"
+    assert facts.neighbourhood == ("nvme0n1 at 0000:41:00.0, NUMA node 1, 16.0 GT/s PCIe x4",)
+    (device / "numa_node").write_text("-1\n")
+    (device / "current_link_width").unlink()
+    assert file_system.disk_facts(disk).neighbourhood == ("nvme0n1 at 0000:41:00.0",)

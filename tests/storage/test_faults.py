@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -290,3 +291,18 @@ def test_a_worker_that_dies_is_reported_to_those_who_wait(
         storage.wait(first.write, what="site 3")
     with pytest.raises(StorageError, match=r"next: .* takes no I/O: a storage worker died"):
         _put(storage, memory(MIB), "next")
+
+
+def test_a_record_that_nobody_holds_gives_its_room_back(storage: Storage, memory: Memory) -> None:
+    tensor = memory(NBYTES, 64, seed=1)
+    record = _put(storage, tensor)
+    storage.wait(record.write, what="the test")
+    del record
+    until_s = time.monotonic() + 5
+    while storage.bytes_in_use and time.monotonic() < until_s:
+        time.sleep(0.001)
+    assert storage.bytes_in_use == 0
+    _put(storage, tensor)  # and this one while its write is under way
+    while storage.bytes_in_use and time.monotonic() < until_s:
+        time.sleep(0.001)
+    assert storage.bytes_in_use == 0

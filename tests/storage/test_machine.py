@@ -25,7 +25,7 @@ LINK = Link(
 
 
 def _measures(link: Link) -> Callable[..., Link]:
-    def measure(directories: object, *, checksum: bool) -> Link:
+    def measure(directories: object, *, checksum: bool, encrypt: bool) -> Link:
         return link
 
     return measure
@@ -52,7 +52,7 @@ def test_a_link_is_measured_once_and_on_request(
 ) -> None:
     measured = []
 
-    def measure(directories: object, *, checksum: bool) -> Link:
+    def measure(directories: object, *, checksum: bool, encrypt: bool) -> Link:
         measured.append(directories)
         return LINK
 

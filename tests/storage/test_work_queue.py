@@ -6,12 +6,16 @@ from teraplan.units import MIB
 READ, WRITE = Direction.BACK, Direction.OUT
 
 
+def _nobody(record: Record) -> None:
+    """Who has no room that could be given back."""
+
+
 def _add(queue: WorkQueue, label: str, direction: Direction, *, urgent: bool = False) -> Transfer:
     transfer = Transfer(
         label=label, nbytes=16 * MIB, direction=direction, store="d", owner=None, after=None
     )
     transfer.urgent = urgent
-    record = Record(0, 16 * MIB, alignment=512, block_bytes=4096)
+    record = Record(0, 16 * MIB, alignment=512, block_bytes=4096, give_back=_nobody)
     record.places = [Place(0, 0), Place(0, CHUNK_BYTES)]
     queue.add(transfer, record.chunks(transfer, 0))
     return transfer
