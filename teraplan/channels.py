@@ -1,124 +1,171 @@
-"""One link under simulation: a queue and a running transfer in each direction.
+"""The links of a machine under simulation: a queue and a running transfer per tier and direction.
 
-Each transfer takes the link's latency and then its bytes at the speed of its direction, which is
-lower while a transfer runs in the other direction. Times are nanoseconds as floats, so that many
-short transfers add no rounding; the caller rounds when it reports.
+Each transfer takes its link's latency and then its bytes at the speed of its direction, which is
+lower while a transfer runs in the other direction. Where the device has a port that all links
+share, its speed is divided among the transfers of one direction in proportion to their own speeds.
+Times are nanoseconds as floats, so that many short transfers add no rounding; the caller rounds
+when it reports.
+
+A transfer is told by its number in the order of submission; what is known of it is kept in lists.
 """
 
+import itertools
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import final
 
 from teraplan.hardware import Link, Tier
 from teraplan.run_record import Direction
 
+Slot = int
+"""Two for each tier: out is even, back is odd."""
+_IDLE = -1
 
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """A transfer in the simulation; mutable while it runs."""
 
-    migration: int
-    direction: Direction
-    tier: Tier
-    nbytes: int
-    latency_left: float = 0.0
-    bytes_left: float = 0.0
-    start: float = -1.0
-    end: float = -1.0
+def slots_of(tiers: Mapping[Tier, Link]) -> dict[tuple[Tier, Direction], Slot]:
+    """The slot of each tier and direction."""
+    return {
+        (tier, direction): 2 * index + (direction is Direction.BACK)
+        for index, tier in enumerate(tiers)
+        for direction in Direction
+    }
+
+
+def speeds(links: Mapping[Tier, Link], port: Link | None) -> list[list[float]]:
+    """Bytes per ns of each slot, by the set of busy slots (bit s is set where slot s is busy)."""
+    result: list[list[float]] = []
+    for busy in itertools.product((False, True), repeat=2 * len(links)):
+        row: list[float] = []
+        for index, link in enumerate(links.values()):
+            out, back = busy[2 * index], busy[2 * index + 1]
+            row.append(link.out_while_back_bytes_per_s if back else link.out_bytes_per_s)
+            row.append(link.back_while_out_bytes_per_s if out else link.back_bytes_per_s)
+        if port is not None:
+            outs, backs = any(busy[0::2]), any(busy[1::2])
+            limits = (
+                port.out_while_back_bytes_per_s if backs else port.out_bytes_per_s,
+                port.back_while_out_bytes_per_s if outs else port.back_bytes_per_s,
+            )
+            for side, limit in enumerate(limits):
+                total = sum(row[slot] for slot in range(side, len(row), 2) if busy[slot])
+                if total > limit:
+                    for slot in range(side, len(row), 2):
+                        row[slot] *= limit / total
+        result.append([speed * 1e-9 for speed in row])
+    # `product` counts with the last slot first
+    num_slots = 2 * len(links)
+    order = [
+        sum(1 << (num_slots - 1 - s) for s in range(num_slots) if mask >> s & 1)
+        for mask in range(1 << num_slots)
+    ]
+    return [result[index] for index in order]
 
 
 @final
 class Channels:
-    """Both directions of one link. Calls must come in order of time."""
+    """All links of a machine. Calls must come in order of time."""
 
-    def __init__(self, link: Link) -> None:
-        self._latency = float(link.latency_ns)
-        per_ns = 1e-9
-        # [out, back] by [alone, while the other direction is busy], in bytes per ns
-        self._speed = (
-            (link.out_bytes_per_s * per_ns, link.out_while_back_bytes_per_s * per_ns),
-            (link.back_bytes_per_s * per_ns, link.back_while_out_bytes_per_s * per_ns),
-        )
-        self._queues: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
-        self._running: list[Transfer | None] = [None, None]
-        self._now = 0.0
+    __slots__ = (
+        "_begin",
+        "_busy",
+        "_end_at",
+        "_latency",
+        "_queues",
+        "_running",
+        "_speeds",
+        "end",
+        "nbytes",
+        "slot",
+        "start",
+    )
 
-    def submit(self, transfer: Transfer, now: float) -> None:
-        """Queues `transfer` at time `now`; it starts at once if its direction is idle."""
-        self._advance(now)
-        transfer.latency_left = self._latency
-        transfer.bytes_left = float(transfer.nbytes)
-        self._queues[_side(transfer)].append(transfer)
-        self._start_idle()
+    def __init__(self, links: Mapping[Tier, Link], port: Link | None) -> None:
+        num_slots = 2 * len(links)
+        self._speeds = speeds(links, port)
+        self._latency = [float(link.latency_ns) for link in links.values() for _ in range(2)]
+        self._queues: list[deque[int]] = [deque() for _ in range(num_slots)]
+        self._running = [_IDLE] * num_slots
+        self._begin = [0.0] * num_slots
+        """When the bytes of the running transfer start to move."""
+        self._end_at = [math.inf] * num_slots
+        """When the running transfer ends at the present speeds."""
+        self._busy = 0
+        self.slot: list[Slot] = []
+        self.nbytes: list[int] = []
+        self.start: list[float] = []
+        """When each transfer starts; negative while it waits."""
+        self.end: list[float] = []
+        """When each transfer ends; negative until it has."""
 
-    def finish(self, transfer: Transfer, now: float) -> float:
-        """When `transfer` ends, if the computation waits for it from `now` on.
+    def submit(self, slot: Slot, nbytes: int, now: float) -> int:
+        """Queues a transfer at time `now`; it starts at once if its slot is idle."""
+        if self._busy:
+            self._advance(now)
+        number = len(self.slot)
+        self.slot.append(slot)
+        self.nbytes.append(nbytes)
+        self.start.append(-1.0)
+        self.end.append(-1.0)
+        if self._running[slot] == _IDLE:
+            self._begin_transfer(slot, number, now)
+            self._set_busy(self._busy | 1 << slot, now)
+        else:
+            self._queues[slot].append(number)
+        return number
+
+    def finish(self, number: int, now: float) -> float:
+        """When a transfer ends, if the computation waits for it from `now` on.
 
         A queued one goes to the front of its queue.
         """
+        end = self.end
+        if end[number] >= 0.0:
+            return end[number]
         self._advance(now)
-        queue = self._queues[_side(transfer)]
-        if transfer.start < 0 and queue and queue[0] is not transfer:
-            queue.remove(transfer)
-            queue.appendleft(transfer)
-        while transfer.end < 0:
-            self._until_next_end(math.inf)
-        return transfer.end
+        if self.start[number] < 0.0:
+            queue = self._queues[self.slot[number]]
+            if queue[0] != number:
+                queue.remove(number)
+                queue.appendleft(number)
+        while end[number] < 0.0:
+            self._next_end()
+        return end[number]
 
     def drain(self) -> None:
         """Runs everything that is queued to its end."""
-        while self._running != [None, None]:
-            self._until_next_end(math.inf)
+        while self._busy:
+            self._next_end()
 
     def _advance(self, until: float) -> None:
-        while self._now < until and self._until_next_end(until):
-            pass
-        self._now = max(self._now, until)
+        while min(self._end_at) <= until:
+            self._next_end()
 
-    def _start_idle(self) -> None:
-        for side in (0, 1):
-            if self._running[side] is None and self._queues[side]:
-                transfer = self._queues[side].popleft()
-                transfer.start = self._now
-                self._running[side] = transfer
+    def _next_end(self) -> None:
+        """Ends the running transfer that ends first, and starts the next of its slot."""
+        now = min(self._end_at)
+        slot = self._end_at.index(now)
+        self.end[self._running[slot]] = now
+        if self._queues[slot]:
+            self._begin_transfer(slot, self._queues[slot].popleft(), now)
+        else:
+            self._running[slot] = _IDLE
+            self._end_at[slot] = math.inf
+            self._set_busy(self._busy & ~(1 << slot), now)
 
-    def _until_next_end(self, until: float) -> bool:
-        """Moves on to the end of a running transfer or `until`; false once that is reached."""
-        out, back = self._running
-        if out is None and back is None:
-            self._now = max(self._now, until) if until < math.inf else self._now
-            return False
-        both = out is not None and back is not None
-        left = [
-            math.inf
-            if transfer is None
-            else transfer.latency_left + transfer.bytes_left / self._speed[side][both]
-            for side, transfer in enumerate((out, back))
-        ]
-        step = min(left)
-        if self._now + step > until:
-            self._progress(until - self._now, both)
-            self._now = until
-            return False
-        self._progress(step, both)
-        self._now += step
-        for side, transfer in enumerate((out, back)):
-            if transfer is not None and left[side] == step:
-                transfer.end = self._now
-                self._running[side] = None
-        self._start_idle()
-        return True
+    def _begin_transfer(self, slot: Slot, number: int, now: float) -> None:
+        self._running[slot] = number
+        self.start[number] = now
+        begin = now + self._latency[slot]
+        self._begin[slot] = begin
+        self._end_at[slot] = begin + self.nbytes[number] / self._speeds[self._busy][slot]
 
-    def _progress(self, duration: float, both: bool) -> None:
-        for side, transfer in enumerate(self._running):
-            if transfer is None:
-                continue
-            latency = min(transfer.latency_left, duration)
-            transfer.latency_left -= latency
-            moved = (duration - latency) * self._speed[side][both]
-            transfer.bytes_left = max(transfer.bytes_left - moved, 0.0)
-
-
-def _side(transfer: Transfer) -> int:
-    return 0 if transfer.direction is Direction.OUT else 1
+    def _set_busy(self, busy: int, now: float) -> None:
+        """The slots that are busy from `now` on: what is running goes on at other speeds."""
+        before, after = self._speeds[self._busy], self._speeds[busy]
+        self._busy = busy
+        for slot, number in enumerate(self._running):
+            if number != _IDLE and before[slot] != after[slot]:
+                moving = self._begin[slot] if self._begin[slot] > now else now
+                left = (self._end_at[slot] - moving) * before[slot]
+                self._end_at[slot] = moving + left / after[slot]

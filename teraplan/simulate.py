@@ -1,6 +1,7 @@
 """Predicts when everything happens in a step that runs under a plan.
 
-One stream of computation, and per link one channel out and one back (`channels`). At a site, in
+One stream of computation, and per link one channel out and one back, which may share the device's
+port (`channels`). At a site, in
 this order, as the runtime does it:
 
     1. copies out of tensors with `leave` here are queued
@@ -15,14 +16,13 @@ repeat: two steps are simulated, with the copies out of the step before the firs
 the second is reported.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
-from teraplan.channels import Channels, Transfer
+from teraplan.channels import Channels, slots_of
 from teraplan.errors import ConfigError
 from teraplan.hardware import Hardware, Link, Tier
 from teraplan.lifetimes import Ints, site_times
@@ -45,6 +45,18 @@ class Wait:
     duration_ns: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One transfer of a simulated step; times in ns from the start of the step."""
+
+    migration: int
+    direction: Direction
+    tier: Tier
+    nbytes: int
+    start_ns: int
+    end_ns: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timing:
     """When things happen in a simulated step; what planners look at between attempts."""
@@ -52,11 +64,9 @@ class Timing:
     step_ns: int
     site_ns: Ints
     """When each site is reached, before its waits, and the end of the step; shape (sites + 1,)."""
-    begin: float
-    """Start of the step on the clock of `transfers`."""
     waits: tuple[Wait, ...]
     transfers: tuple[Transfer, ...]
-    """Those that start within the step, in order of start."""
+    """Those that start within the step, in order of start; empty unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +102,13 @@ class Simulator:
             self.links[Tier.HOST] = hardware.host_link
         if hardware.storage_link is not None:
             self.links[Tier.STORAGE] = hardware.storage_link
+        self.port = hardware.device_port
         self.site_ns = site_times(trace)
-        self._site_ns: list[int] = self.site_ns.tolist()
+        self.times: list[int] = self.site_ns.tolist()
+        """`site_ns` as a list."""
         self._nbytes = [tensor.nbytes for tensor in trace.tensors]
 
-    def run(self, migrations: Sequence[Migration]) -> Timing:
+    def run(self, migrations: Sequence[Migration], *, with_transfers: bool = False) -> Timing:
         """The step under `migrations`.
 
         Raises:
@@ -106,138 +118,144 @@ class Simulator:
             if m.tier not in self.links:
                 name = self.trace.tensors[m.tensor_id].name
                 raise ConfigError(f"{name} moves to {m.tier}, but the hardware has no such link")
-        num_sites = len(self.trace.sites)
-        wraps = any(max(m.leave, m.gone, m.back, m.needed) >= num_sites for m in migrations)
-        num_steps = 2 if wraps else 1
-        run = _Run(self, migrations, num_steps)
-        return run.timing()
-
-    def at(self, site: int) -> int:
-        """When `site` of two steps is reached if nothing waits."""
-        return self._site_ns[site]
+        run = _Run(self, migrations)
+        run.to_the_end()
+        return run.timing(with_transfers)
 
     def nbytes(self, tensor_id: int) -> int:
         """Size of a tensor."""
         return self._nbytes[tensor_id]
 
 
-@dataclass(slots=True)
-class _SiteEvents:
-    """Migrations (index) that have to do with one site of the unrolled steps."""
-
-    leave: list[int] = field(default_factory=list[int])
-    gone: list[int] = field(default_factory=list[int])
-    back: list[int] = field(default_factory=list[int])
-    needed: list[int] = field(default_factory=list[int])
+_LEAVE, _GONE, _BACK, _NEEDED = range(4)
 
 
 @final
 class _Run:
-    """One simulation in progress. A migration of one of the unrolled steps is told by its key."""
+    """One simulation in progress."""
 
-    def __init__(self, owner: Simulator, migrations: Sequence[Migration], num_steps: int) -> None:
+    def __init__(self, owner: Simulator, migrations: Sequence[Migration]) -> None:
         self._owner = owner
         self._migrations = migrations
         self._num_sites = len(owner.trace.sites)
-        self._num_steps = num_steps
-        self._channels = {tier: Channels(link) for tier, link in owner.links.items()}
-        self._submitted: dict[tuple[int, Direction], Transfer] = {}
-        self._waits: list[tuple[int, int, Direction, float, float]] = []
-        self._delays: dict[int, float] = {}
-        """How much later than without waits each site with events is left; ascending sites."""
+        self._columns = np.array(
+            [(m.leave, m.gone, m.back, m.needed, m.clean) for m in migrations], dtype=np.int64
+        ).reshape(-1, 5)
+        wraps = bool((self._columns[:, :4] >= self._num_sites).any())
+        self._num_steps = 2 if wraps else 1
+        self._channels = Channels(owner.links, owner.port)
+        self._numbers: dict[tuple[int, int], int] = {}
+        """Numbers of transfers by (migration of an unrolled step, direction as 0 or 1)."""
+        self._waits: list[tuple[int, int, int, float, float]] = []
+        self._delays: list[tuple[int, float]] = []
+        """How much later than without waits sites are left, where that changes; ascending."""
 
-    def timing(self) -> Timing:
-        """Runs to the end."""
-        events = self._events()
-        delay = 0.0
-        for site in sorted(events):
-            planned = self._owner.at(site)
-            delay = self._visit(site, events[site], planned + delay) - planned
-            self._delays[site] = delay
-        for channels in self._channels.values():
-            channels.drain()
-        return self._timing()
+    def to_the_end(self) -> None:
+        """Visits all sites at which something happens, and lets the transfers end."""
+        channels, numbers, site_ns = self._channels, self._numbers, self._owner.times
+        slots = slots_of(self._owner.links)
+        of_migration = [
+            (
+                slots[m.tier, Direction.OUT],
+                slots[m.tier, Direction.BACK],
+                self._owner.nbytes(m.tensor_id),
+            )
+            for m in self._migrations
+        ]
+        count, delay = len(self._migrations), 0.0
+        for site, phase, key in zip(*self._events(), strict=True):
+            now = site_ns[site] + delay
+            if phase in (_LEAVE, _BACK):
+                slots_and_size = of_migration[key % count]
+                side = phase // 2
+                number = channels.submit(slots_and_size[side], slots_and_size[2], now)
+                numbers[key, side] = number
+                continue
+            side = phase // 2
+            done = channels.finish(numbers[key, side], now)
+            if done > now:
+                self._waits.append((site, key % count, side, now, done))
+                delay = done - site_ns[site]
+                self._delays.append((site, delay))
+        channels.drain()
 
-    def _migration(self, key: int) -> Migration:
-        return self._migrations[key % len(self._migrations)]
+    def _events(self) -> tuple[list[int], list[int], list[int]]:
+        """Site, phase and key of what happens in the unrolled steps, in the order it happens.
 
-    def _events(self) -> dict[int, _SiteEvents]:
-        """The events of the unrolled steps by site; those before the first are at its start."""
-        events: dict[int, _SiteEvents] = defaultdict(_SiteEvents)
-        end = self._num_steps * self._num_sites
+        The key of migration m in unrolled step c is (c + 1) * migrations + m. Of the step before
+        the first one, only what ends in the first is there; its copies back start at site 0.
+        """
+        columns, num_sites = self._columns, self._num_sites
+        end = self._num_steps * num_sites
+        rows = np.arange(len(columns))
+        parts: list[tuple[Ints, ...]] = []
         for copy in range(1 - self._num_steps, self._num_steps):
-            shift = copy * self._num_sites
-            base = (copy + 1) * len(self._migrations)
-            for key, m in enumerate(self._migrations, base):
-                if m.needed + shift < 0:
-                    continue
-                if 0 <= m.leave + shift < end and not m.clean:
-                    events[m.leave + shift].leave.append(key)
-                    if m.gone + shift < end:
-                        events[m.gone + shift].gone.append(key)
-                if m.back + shift < end:
-                    events[max(m.back + shift, 0)].back.append(key)
-                if m.needed + shift < end:
-                    events[m.needed + shift].needed.append(key)
-        for entry in events.values():
-            entry.leave.sort(key=lambda key: (self._migration(key).gone, key))
-            entry.back.sort(key=lambda key: (self._migration(key).needed, key))
-        return events
+            at = columns[:, :4] + copy * num_sites
+            written = (columns[:, 4] == 0) & (at[:, 0] >= 0) & (at[:, 0] < end)
+            alive = at[:, 3] >= 0
+            there = (
+                alive & written,
+                alive & written & (at[:, 1] < end),
+                alive & (at[:, 2] < end),
+                alive & (at[:, 3] < end),
+            )
+            for phase, (chosen, order) in enumerate(zip(there, (1, 1, 3, 3), strict=True)):
+                here = rows[chosen]
+                site = np.maximum(at[here, phase], 0)
+                first = columns[here, order] if phase in (_LEAVE, _BACK) else np.zeros_like(here)
+                key = here + (copy + 1) * len(columns)
+                parts.append((site, np.full_like(here, phase), first, key))
+        if not parts:
+            return [], [], []
+        site, phase, first, key = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.lexsort((key, first, phase, site))
+        return site[order].tolist(), phase[order].tolist(), key[order].tolist()
 
-    def _visit(self, site: int, events: _SiteEvents, now: float) -> float:
-        for key in events.leave:
-            self._submit(key, Direction.OUT, now)
-        for key in events.gone:
-            now = self._wait(site, key, Direction.OUT, now)
-        for key in events.back:
-            self._submit(key, Direction.BACK, now)
-        for key in events.needed:
-            now = self._wait(site, key, Direction.BACK, now)
-        return now
-
-    def _submit(self, key: int, direction: Direction, now: float) -> None:
-        m = self._migration(key)
-        transfer = Transfer(
-            key % len(self._migrations), direction, m.tier, self._owner.nbytes(m.tensor_id)
-        )
-        self._submitted[key, direction] = transfer
-        self._channels[m.tier].submit(transfer, now)
-
-    def _wait(self, site: int, key: int, direction: Direction, now: float) -> float:
-        transfer = self._submitted[key, direction]
-        done = self._channels[transfer.tier].finish(transfer, now)
-        if done > now:
-            self._waits.append((site, transfer.migration, direction, now, done))
-        return max(done, now)
-
-    def _timing(self) -> Timing:
+    def timing(self, with_transfers: bool) -> Timing:
+        """What happened in the last of the unrolled steps."""
         first = (self._num_steps - 1) * self._num_sites
         sites = np.arange(first, first + self._num_sites + 1)
-        visited = np.fromiter(self._delays.keys(), np.int64, len(self._delays))
-        delays = np.array([0.0, *self._delays.values()])
+        visited = np.array([site for site, _ in self._delays], dtype=np.int64)
+        delays = np.array([0.0, *(delay for _, delay in self._delays)])
         reached = self._owner.site_ns[sites] + delays[np.searchsorted(visited, sites)]
         begin, end = float(reached[0]), float(reached[-1])
         waits = tuple(
             Wait(
                 site=site - first,
                 migration=index,
-                direction=direction,
+                direction=Direction.BACK if side else Direction.OUT,
                 start_ns=round(start - begin),
                 duration_ns=round(done - begin) - round(start - begin),
             )
-            for site, index, direction, start, done in self._waits
+            for site, index, side, start, done in self._waits
             if site >= first
-        )
-        transfers = sorted(
-            (t for t in self._submitted.values() if begin <= t.start < end),
-            key=lambda t: (t.start, t.tier, t.direction, t.migration),
         )
         return Timing(
             step_ns=round(end - begin),
             site_ns=np.rint(reached - begin).astype(np.int64),
-            begin=begin,
             waits=waits,
-            transfers=tuple(transfers),
+            transfers=self._transfers(begin, end) if with_transfers else (),
+        )
+
+    def _transfers(self, begin: float, end: float) -> tuple[Transfer, ...]:
+        channels = self._channels
+        found: list[tuple[float, Tier, Direction, int, int]] = []
+        for (key, side), number in self._numbers.items():
+            if begin <= channels.start[number] < end:
+                index = key % len(self._migrations)
+                direction = Direction.BACK if side else Direction.OUT
+                tier = self._migrations[index].tier
+                found.append((channels.start[number], tier, direction, index, number))
+        return tuple(
+            Transfer(
+                migration=index,
+                direction=direction,
+                tier=tier,
+                nbytes=channels.nbytes[number],
+                start_ns=round(start - begin),
+                end_ns=round(channels.end[number] - begin),
+            )
+            for start, tier, direction, index, number in sorted(found)
         )
 
 
@@ -247,7 +265,7 @@ def simulate(trace: StepTrace, hardware: Hardware, migrations: Sequence[Migratio
     Raises:
         ConfigError: if a migration goes over a link that the machine does not have.
     """
-    timing = Simulator(trace, hardware).run(migrations)
+    timing = Simulator(trace, hardware).run(migrations, with_transfers=True)
     return describe(trace, migrations, timing)
 
 
@@ -270,7 +288,7 @@ def describe(trace: StepTrace, migrations: Sequence[Migration], timing: Timing) 
         ideal_ns=trace.duration_ns,
         site_start_ns=tuple(timing.site_ns[:-1].tolist()),
         managed_bytes=tuple(managed.tolist()),
-        transfers=tuple(_record(trace, migrations, t, timing.begin) for t in timing.transfers),
+        transfers=tuple(_record(trace, migrations, t) for t in timing.transfers),
         stalls=tuple(
             StallRecord(
                 site=wait.site,
@@ -292,7 +310,7 @@ def describe(trace: StepTrace, migrations: Sequence[Migration], timing: Timing) 
 
 
 def _record(
-    trace: StepTrace, migrations: Sequence[Migration], transfer: Transfer, begin: float
+    trace: StepTrace, migrations: Sequence[Migration], transfer: Transfer
 ) -> TransferRecord:
     return TransferRecord(
         tensor=trace.tensors[migrations[transfer.migration].tensor_id].name,
@@ -300,8 +318,8 @@ def _record(
         direction=transfer.direction,
         tier=transfer.tier,
         store="",
-        start_ns=round(transfer.start - begin),
-        end_ns=round(transfer.end - begin),
+        start_ns=transfer.start_ns,
+        end_ns=transfer.end_ns,
     )
 
 

@@ -26,6 +26,7 @@ class Problem:
 
     trace: StepTrace
     hardware: Hardware
+    budgets: Budgets
     lifetimes: Lifetimes
     device: Curve
     """Bytes on the device per interval if nothing moves."""
@@ -37,6 +38,8 @@ class Problem:
     """The most bytes in each other tier that the machine has, fastest way back first."""
     links: dict[Tier, Link]
     least: LeastBudget
+    spare_sites: int = 0
+    """By how many sites a tensor takes space in another tier before and after its idle period."""
 
     @classmethod
     def of(cls, trace: StepTrace, hardware: Hardware, budgets: Budgets) -> "Problem":
@@ -58,6 +61,7 @@ class Problem:
         return cls(
             trace=trace,
             hardware=hardware,
+            budgets=budgets,
             lifetimes=lifetimes,
             device=lifetimes.device_curve(),
             idle=lifetimes.idle_curve(),

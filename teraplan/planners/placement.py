@@ -162,11 +162,33 @@ def with_reasons(problem: Problem, migrations: tuple[Migration, ...]) -> tuple[M
     num_sites = periods.num_sites
     doubled = np.concatenate([pressure, pressure])
     result: list[Migration] = []
-    for m in migrations:
+    peaks = _highest(doubled, [m.leave for m in migrations], [m.needed for m in migrations])
+    for m, site in zip(migrations, peaks, strict=True):
         idle_ns = int(periods.site_ns[m.needed] - periods.site_ns[m.leave])
-        site = m.leave + int(doubled[m.leave : m.needed].argmax())
         over = int(doubled[site])
         where = f"{format_nbytes(over)} over budget at site {site % num_sites}"
         reason = f"idle {format_ns(idle_ns)}, {where}" if over else f"idle {format_ns(idle_ns)}"
         result.append(replace(m, reason=reason + (", copy still there" if m.clean else "")))
     return tuple(result)
+
+
+def _highest(values: Ints, starts: list[int], ends: list[int]) -> list[int]:
+    """For each range start .. end-1, where the highest value is: the first of the highest.
+
+    A table of the highest of every 1, 2, 4, ... values: each range is the union of two of them.
+    """
+    first, last = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
+    level = np.frexp(np.maximum(last - first, 1))[1] - 1
+    result = first.copy()
+    table = np.arange(len(values))
+    for height in range(int(level.max(initial=0)) + 1):
+        here = np.flatnonzero(level == height)
+        left, right = table[first[here]], table[np.maximum(last[here] - (1 << height), first[here])]
+        result[here] = np.where(values[right] > values[left], right, left)
+        width = 1 << height
+        if len(table) <= width:
+            break
+        other = table[width:]
+        base = table[: len(other)]
+        table = np.where(values[other] > values[base], other, base)
+    return [int(site) for site in result]

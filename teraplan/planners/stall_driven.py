@@ -28,6 +28,7 @@ from teraplan.lifetimes import Floats
 from teraplan.memory_curve import Curve, peak
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem, no_placement
+from teraplan.planners.coarse import coarsen
 from teraplan.planners.placement import (
     EAGER,
     JUST_IN_TIME,
@@ -39,13 +40,33 @@ from teraplan.planners.placement import (
 )
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.tiers import Spread, assign
-from teraplan.planners.victims import ORDERS, Order, choose
+from teraplan.planners.victims import (
+    ORDERS,
+    Order,
+    Priced,
+    choose,
+    farthest_use,
+    largest,
+    longest_idle,
+)
 from teraplan.run_record import Direction
 from teraplan.simulate import Simulator, Timing
 
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
+_SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
+_GOOD_ORDERS = (longest_idle, largest, farthest_use)
 _RUNGS = 8
-_MANY = 2000
+_WEIGHTS = (0.3, 1.0)
+"""How much the price of a transfer counts beside the order of the attempt that it repairs."""
+_BACKLOG = 4
+"""A wait makes transfers dearer for this many times its length before it."""
+_MANY = 1500
+"""Idle periods from which on the step is planned coarsely."""
+_SLOTS, _SLOTS_OF_CALL, _MOST_SLOTS = 300, 24, 2400
+"""Slots of a coarse step: at least, for each call of a graph, at most."""
+_WORK = 110_000
+"""Idle periods times attempts of one search."""
+_NEAR = 500
 """Idle periods from which on half a percent over the bound is near enough to stop."""
 
 
@@ -70,6 +91,23 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
     """
     if not problem.pressure().any():
         return ()
+    if len(problem.lifetimes) > _MANY:
+        coarse = coarsen(problem, _num_slots(problem))
+        simulator = Simulator(coarse.problem.trace, problem.hardware)
+        found = _Search(coarse.problem, simulator).run()
+        if found is None:
+            raise no_placement(problem)
+        return with_reasons(problem, coarse.expand(found.migrations))
+    return with_reasons(problem, _search_all(problem))
+
+
+def _num_slots(problem: Problem) -> int:
+    calls = 1 + max((site.call for site in problem.trace.sites), default=0)
+    return max(_SLOTS, min(_MOST_SLOTS, _SLOTS_OF_CALL * calls))
+
+
+def _search_all(problem: Problem) -> tuple[Migration, ...]:
+    """The best of this budget and of the rungs below it."""
     simulator = Simulator(problem.trace, problem.hardware)
     best = _Search(problem, simulator).run()
     for rung in _rungs(problem):
@@ -81,7 +119,7 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
             best = found
     if best is None:
         raise no_placement(problem)
-    return with_reasons(problem, best.migrations)
+    return best.migrations
 
 
 def _bound(problem: Problem) -> int:
@@ -103,20 +141,25 @@ class _Search:
         self._problem = problem
         self._simulator = simulator
         self._bound = _bound(problem)
-        if len(problem.lifetimes) > _MANY:
+        if len(problem.lifetimes) > _NEAR:
             self._bound += self._bound // 200
-        self._left = max(12, min(60, 400_000 // (len(problem.lifetimes) + 1)))
+        self._left = max(4, min(60, _WORK // (len(problem.lifetimes) + 1)))
         self._best: _Attempt | None = None
+        self._prices = np.zeros((2, problem.lifetimes.num_sites))
+        """How much the computation has waited for copies out and in near each site."""
         self._seen: set[tuple[object, ...]] = set()
         two_tiers = len(problem.links) > 1
-        self._spreads = tuple(Spread) if two_tiers else (Spread.SLOW_FIRST,)
+        self._spreads = _SPREADS if two_tiers else (Spread.SLOW_FIRST,)
 
     def run(self) -> _Attempt | None:
         """The best attempt; None if nothing fits into the other tiers."""
         pressure = self._problem.pressure()
         ideal = self._problem.lifetimes.site_ns.astype(np.float64)
-        for order in ORDERS:
-            for spread in self._spreads:
+        orders, spreads = ORDERS, self._spreads
+        if len(self._problem.lifetimes) > _NEAR:
+            orders, spreads = _GOOD_ORDERS, self._spreads[-1:]
+        for order in orders:
+            for spread in spreads:
                 self._try(pressure, order, spread, EAGER, ideal)
         if self._best is None:
             return None
@@ -133,7 +176,7 @@ class _Search:
 
     def _try_baseline(self) -> None:
         """The published algorithm as one more attempt, where it takes no time."""
-        if len(self._problem.lifetimes) > _MANY or self._best is None:
+        if len(self._problem.lifetimes) > _NEAR or self._best is None:
             return
         for score in (paper_ratio, prose, g10_area):
             if self._done():
@@ -156,10 +199,25 @@ class _Search:
             before = self._best
             extra += self._missing(before)
             wanted = np.minimum(pressure + extra, self._problem.idle)
+            self._raise_prices(before)
+            arrive = self._arrive(before)
             for pace in _PACES:
-                self._try(wanted, before.order, before.spread, pace, self._arrive(before))
-                self._try(pressure, before.order, before.spread, pace, self._arrive(before))
+                self._try(wanted, before.order, before.spread, pace, arrive)
+                self._try(pressure, before.order, before.spread, pace, arrive)
+            for weight in _WEIGHTS:
+                order = Priced(before.order, self._prices.copy(), weight)
+                self._try(pressure, order, before.spread, before.pace, arrive)
+                self._try(wanted, order, before.spread, before.pace, arrive)
             misses = 0 if self._best.cost < before.cost else misses + 1
+
+    def _raise_prices(self, attempt: _Attempt) -> None:
+        """Makes transfers dearer where the computation waits for them and just before."""
+        site_ns = attempt.timing.site_ns
+        for wait in attempt.timing.waits:
+            side = int(wait.direction is Direction.BACK)
+            early = site_ns[wait.site] - _BACKLOG * wait.duration_ns
+            first = min(int(np.searchsorted(site_ns, early)), wait.site)
+            self._prices[side, first : wait.site + 1] += wait.duration_ns
 
     def _missing(self, attempt: _Attempt) -> Curve:
         """Bytes per interval that, had they been free, would have shortened the waits."""

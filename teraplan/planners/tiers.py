@@ -1,6 +1,7 @@
 """Which tier each chosen tensor goes to, within the budgets of the tiers."""
 
 from enum import Enum
+from typing import final
 
 import numpy as np
 
@@ -9,7 +10,6 @@ from teraplan.lifetimes import Ints
 from teraplan.planners.base import Problem
 from teraplan.planners.placement import Moves, transfer_ns
 from teraplan.planners.room import Room
-from teraplan.step_trace import TensorKind
 
 
 class Spread(Enum):
@@ -19,6 +19,8 @@ class Spread(Enum):
     """The shortest idle periods over the fastest link."""
     BALANCED = "balanced"
     """In order of time, whichever link would be done first."""
+    BY_LOAD = "by load"
+    """The shortest idle periods first, each over the link that is less busy where it needs it."""
     SLOW_FIRST = "slow first"
     """Host memory only for what storage cannot hold."""
 
@@ -26,66 +28,156 @@ class Spread(Enum):
 def assign(problem: Problem, rows: Ints, spread: Spread) -> Moves | None:
     """Tiers for the periods `rows`, None if some tensor finds no room.
 
-    An activation that already went to a tier is not written there again: its copy is kept, which
-    takes space in between.
+    A tensor that has not changed since it went to a tier is not written there again: its copy is
+    kept, which takes space in between.
     """
-    periods = problem.lifetimes
-    rooms = {  # of a tier that is ample for everything at once no account is kept
-        tier: Room(np.full(periods.num_sites, size, dtype=np.int64))
-        for tier, size in problem.tier_bytes.items()
-    }
-    total = int(periods.nbytes[rows].sum())
-    ample = {tier for tier, size in problem.tier_bytes.items() if size >= total}
-    fastest_first = list(problem.tier_bytes)
-    by_idle = spread is Spread.SHORT_IDLE_FAST
-    order = np.argsort(periods.idle_ns[rows], kind="stable") if by_idle else np.arange(len(rows))
-    link_free = dict.fromkeys(rooms, 0.0)
+    state = _Assignment(problem, rows)
     tiers: dict[int, Tier] = {}
-    for i in order.tolist():
-        start, end = int(periods.start[rows[i]]), int(periods.end[rows[i]])
-        nbytes = int(periods.nbytes[rows[i]])
-        done = {
-            tier: max(link_free[tier], float(periods.site_ns[start]))
-            + transfer_ns(link, nbytes, link.out_bytes_per_s)
-            for tier, link in problem.links.items()
-        }
-        preferred = fastest_first if spread is not Spread.SLOW_FIRST else fastest_first[::-1]
-        if spread is Spread.BALANCED:
-            preferred = sorted(fastest_first, key=done.__getitem__)
-        for tier in preferred:
-            if tier in ample or rooms[tier].least(start, end) >= nbytes:
-                if tier not in ample:
-                    rooms[tier].add(start, end, -nbytes)
-                link_free[tier] = done[tier]
-                tiers[i] = tier
-                break
-        else:
+    for i in state.order(spread):
+        tier = state.choose(i, spread)
+        if tier is None:
             return None
+        tiers[i] = tier
     chosen = tuple(tiers[i] for i in range(len(rows)))
-    return Moves(rows=rows, tiers=chosen, clean=_clean(problem, rows, chosen, rooms, ample))
+    return Moves(rows=rows, tiers=chosen, clean=_clean(problem, rows, chosen, state))
+
+
+_BUCKETS = 48
+"""Parts of the step in which loads are counted."""
+
+
+@final
+class _Assignment:
+    """Space and load of the tiers while periods are assigned; mutable."""
+
+    def __init__(self, problem: Problem, rows: Ints) -> None:
+        self._problem = problem
+        self._rows = rows
+        periods = problem.lifetimes
+        self.rooms = {  # of a tier that is ample for everything at once no account is kept
+            tier: Room(np.full(periods.num_sites, size, dtype=np.int64))
+            for tier, size in problem.tier_bytes.items()
+        }
+        total = int(periods.nbytes[rows].sum())
+        self.ample = {tier for tier, size in problem.tier_bytes.items() if size >= total}
+        self._fastest_first = list(problem.tier_bytes)
+        self._link_free = dict.fromkeys(self.rooms, 0.0)
+        self._step_ns = max(float(periods.site_ns[periods.num_sites]), 1.0)
+        self._loads = {tier: np.zeros((2, _BUCKETS)) for tier in self.rooms}
+        self._of_tensor: dict[int, Tier] = {}
+
+    def order(self, spread: Spread) -> list[int]:
+        """In which order periods choose."""
+        idle = self._problem.lifetimes.idle_ns[self._rows]
+        by_idle = spread in (Spread.SHORT_IDLE_FAST, Spread.BY_LOAD)
+        order = np.argsort(idle, kind="stable") if by_idle else np.arange(len(self._rows))
+        return [int(i) for i in order]
+
+    def choose(self, i: int, spread: Spread) -> Tier | None:
+        """The tier of one period, whose space and load it takes; None if no tier has room."""
+        periods, row = self._problem.lifetimes, int(self._rows[i])
+        start, end, nbytes = (
+            int(periods.start[row]),
+            int(periods.end[row]),
+            int(periods.nbytes[row]),
+        )
+        spare = self._problem.spare_sites
+        start, end = start - spare, min(end + spare, start - spare + periods.num_sites)
+        for tier in self._preferred(row, spread):
+            if tier in self.ample or self.rooms[tier].least(start, end) >= nbytes:
+                if tier not in self.ample:
+                    self.rooms[tier].add(start, end, -nbytes)
+                self._take(row, tier)
+                return tier
+        return None
+
+    def _preferred(self, row: int, spread: Spread) -> list[Tier]:
+        tensor_id = int(self._problem.lifetimes.tensor_ids[row])
+        if spread is Spread.SHORT_IDLE_FAST:
+            order = self._fastest_first
+        elif spread is Spread.SLOW_FIRST:
+            order = self._fastest_first[::-1]
+        elif spread is Spread.BALANCED:
+            order = sorted(self._fastest_first, key=lambda tier: self._done(row, tier))
+        else:
+            order = sorted(self._fastest_first, key=lambda tier: self._load(row, tier))
+        before = self._of_tensor.get(tensor_id)
+        if before is not None and order[0] is not before:
+            order = [before, *(tier for tier in order if tier is not before)]
+        return order
+
+    def _done(self, row: int, tier: Tier) -> float:
+        """When the copy out would be done, in order of time."""
+        periods, link = self._problem.lifetimes, self._problem.links[tier]
+        begin = max(self._link_free[tier], float(periods.site_ns[periods.start[row]]))
+        return begin + transfer_ns(link, int(periods.nbytes[row]), link.out_bytes_per_s)
+
+    def _transfers(self, row: int, tier: Tier) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Bucket and time of the copies out and in."""
+        periods, link = self._problem.lifetimes, self._problem.links[tier]
+        nbytes = int(periods.nbytes[row])
+        out = transfer_ns(link, nbytes, link.out_while_back_bytes_per_s)
+        back = transfer_ns(link, nbytes, link.back_while_out_bytes_per_s)
+        sites = (periods.start[row], periods.end[row])
+        first, last = (
+            int(float(periods.site_ns[site]) / self._step_ns * _BUCKETS) for site in sites
+        )
+        return (first % _BUCKETS, out), ((last - 1) % _BUCKETS, back)
+
+    def _load(self, row: int, tier: Tier) -> float:
+        """How busy the tier is near both transfers and in all of the step, with this one."""
+        total = 0.0
+        for side, (bucket, duration) in enumerate(self._transfers(row, tier)):
+            loads = self._loads[tier][side]
+            near = loads[bucket] + loads[bucket - 1] + loads[(bucket + 1) % _BUCKETS] + duration
+            total += near * _BUCKETS / 3 + loads.sum() + duration
+        return total
+
+    def _take(self, row: int, tier: Tier) -> None:
+        self._link_free[tier] = self._done(row, tier)
+        self._of_tensor[int(self._problem.lifetimes.tensor_ids[row])] = tier
+        for side, (bucket, duration) in enumerate(self._transfers(row, tier)):
+            self._loads[tier][side, bucket] += duration
 
 
 def _clean(
-    problem: Problem,
-    rows: Ints,
-    tiers: tuple[Tier, ...],
-    rooms: dict[Tier, Room],
-    ample: set[Tier],
+    problem: Problem, rows: Ints, tiers: tuple[Tier, ...], state: _Assignment
 ) -> tuple[bool, ...]:
     """Whether each move finds its copy kept from an earlier one; takes the room for keeping it."""
     periods, tensors = problem.lifetimes, problem.trace.tensors
-    kept_until: dict[tuple[int, Tier], int] = {}
-    clean: list[bool] = []
-    for row, tier in zip(rows.tolist(), tiers, strict=True):
-        tensor_id, nbytes = int(periods.tensor_ids[row]), int(periods.nbytes[row])
-        start = int(periods.start[row])
+    of_tensor: dict[int, list[int]] = {}
+    for i, row in enumerate(rows.tolist()):
+        of_tensor.setdefault(int(periods.tensor_ids[row]), []).append(i)
+    clean = [False] * len(rows)
+    for tensor_id, moves in of_tensor.items():
         tensor = tensors[tensor_id]
-        since = kept_until.get((tensor_id, tier))
-        kept = since is not None and tensor.kind is TensorKind.ACTIVATION and not tensor.persistent
-        if kept and since is not None and since < start and tier not in ample:
-            kept = rooms[tier].least(since, start) >= nbytes
-            if kept:
-                rooms[tier].add(since, start, -nbytes)
-        clean.append(kept)
-        kept_until[tensor_id, tier] = int(periods.end[row])
+        if len(moves) < 2:
+            continue
+        spans = [(int(periods.start[rows[i]]), int(periods.end[rows[i]])) for i in moves]
+        changes = [tensor.windows[number] for number in tensor.changes]
+        for position, i in enumerate(moves):
+            if position == 0 and not (tensor.persistent and changes):
+                continue  # of all that go round, one must write
+            shift = periods.num_sites if position == 0 else 0
+            since, until = spans[position - 1][1] - shift, spans[position][0]
+            tier = tiers[i]
+            if tier is not tiers[moves[position - 1]] or _changed(changes, since, until, shift):
+                continue
+            since, until = since + problem.spare_sites, until - problem.spare_sites
+            if tier not in state.ample and since < until:
+                room, size = state.rooms[tier], tensor.nbytes
+                since, until = since + shift, until + shift
+                if room.least(since, until) < size:
+                    continue
+                room.add(since, until, -size)
+            clean[i] = True
     return tuple(clean)
+
+
+def _changed(changes: list[tuple[int, int]], since: int, until: int, num_sites: int) -> bool:
+    """Whether a window in which the tensor changes lies between, also one of the step before."""
+    return any(
+        since <= start - shift and end - shift <= until
+        for start, end in changes
+        for shift in (0, num_sites)
+    )

@@ -9,6 +9,7 @@ gaps differ, so the planner tries several and simulates.
 
 import heapq
 from collections.abc import Callable
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,25 @@ def longest_pressed(periods: Lifetimes, pressure: Curve) -> Floats:
     return covered
 
 
+@final
+class Priced:
+    """An order that also looks at how dear the transfers of a period are."""
+
+    def __init__(self, order: Order, prices: Floats, weight: float) -> None:
+        self._order = order
+        self._prices = prices
+        self._weight = weight
+
+    def __call__(self, periods: Lifetimes, pressure: Curve) -> Floats:
+        """The rank of each period in the order, less its price as a part of the highest."""
+        ranks = np.empty(len(periods))
+        ranks[np.argsort(self._order(periods, pressure), kind="stable")] = np.arange(len(periods))
+        out = self._prices[0, periods.start % periods.num_sites]
+        back = self._prices[1, (periods.end - 1) % periods.num_sites]
+        price: Floats = (out + back) / max(float((out + back).max(initial=0.0)), 1.0)
+        return ranks / max(len(periods), 1) - self._weight * price
+
+
 ORDERS: tuple[Order, ...] = (farthest_use, longest_idle, longest_pressed, first_saved, largest)
 
 
@@ -74,11 +94,12 @@ def _sweep(
 ) -> list[int] | None:
     num_sites = periods.num_sites
     start, end, nbytes = periods.start.tolist(), periods.end.tolist(), periods.nbytes.tolist()
+    by_rank = np.lexsort((periods.start, -periods.nbytes, -score))
     rank = np.empty(len(start), dtype=np.int64)
-    rank[np.lexsort((periods.start, -periods.nbytes, -score))] = np.arange(len(start))
-    ranks = rank.tolist()
+    rank[by_rank] = np.arange(len(start))
+    ranks, rows_by_rank = rank.tolist(), by_rank.tolist()
     usable = [True] * len(start) if allowed is None else allowed.tolist()
-    heap = [(ranks[row], row) for row in range(len(start)) if end[row] > num_sites and usable[row]]
+    heap = [ranks[row] for row in range(len(start)) if end[row] > num_sites and usable[row]]
     heapq.heapify(heap)
     taken: list[int] = []
     chosen = [False] * len(start)
@@ -89,12 +110,12 @@ def _sweep(
         covered += change[site]
         while next_row < len(start) and start[next_row] <= site:
             if usable[next_row] and not chosen[next_row]:
-                heapq.heappush(heap, (ranks[next_row], next_row))
+                heapq.heappush(heap, ranks[next_row])
             next_row += 1
         while covered < missing:
             if not heap:
                 return None
-            row = heapq.heappop(heap)[1]
+            row = rows_by_rank[heapq.heappop(heap)]
             last = end[row] if start[row] <= site else end[row] - num_sites
             if last <= site or chosen[row]:
                 continue

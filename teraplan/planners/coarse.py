@@ -1,0 +1,197 @@
+"""A step with fewer sites and fewer tensors, whose plans are plans of the step itself.
+
+    sites      0  1  2  3  4  5  6  7  8  9
+    slots      [-- 0 --][- 1 -][---- 2 ----]
+    tensor a      [##]              [##]         idle in interval 3 .. 7
+    coarse        [=======][    ][=========]     idle in slot 1 alone
+
+Neighbouring sites become one slot; tensors that are idle over the same slots become one group. A
+tensor that is touched anywhere in a slot counts as touched in all of it, so a coarse migration is
+away in whole slots; what has to be away in a slot is the most that any of its sites needs. So the
+plan of the coarse step, with each group's migration given to each of its members, keeps the same
+limits in the step itself. Where a slot asks for more than can be away in all of it, it is cut
+finer.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from teraplan.lifetimes import Floats, Ints
+from teraplan.memory_curve import device_curve
+from teraplan.plan import Migration
+from teraplan.planners.base import Problem
+from teraplan.step_trace import Site, StepTrace, Tensor
+
+_LARGEST_PART = 100
+"""A group has at most this part of the bytes that a plan can place freely."""
+
+Windows = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Coarse:
+    """A coarse problem and the way back."""
+
+    problem: Problem
+    cuts: Ints
+    """First site of each slot, and the number of sites; shape (slots + 1,)."""
+    members: tuple[tuple[int, ...], ...]
+    """Tensors of the step in each tensor of the coarse one."""
+    fine: StepTrace
+
+    def expand(self, migrations: tuple[Migration, ...]) -> tuple[Migration, ...]:
+        """The migrations of the step itself; members of a group leave and come in their order."""
+        cuts, num_slots, num_sites = self.cuts.tolist(), len(self.cuts) - 1, len(self.fine.sites)
+        periods: dict[int, dict[int, tuple[int, int]]] = {}
+        result: list[Migration] = []
+
+        def site(slot: int) -> int:
+            return int(cuts[slot % num_slots]) + slot // num_slots * num_sites
+
+        for m in migrations:
+            # a period is told by the slot at which the tensor is touched again
+            needed = m.needed % num_slots
+            for tensor_id in self.members[m.tensor_id]:
+                if tensor_id not in periods:
+                    periods[tensor_id] = _periods_by_end(
+                        self.fine.tensors[tensor_id], cuts, num_sites
+                    )
+                start, end = periods[tensor_id][needed]
+                gone, back = site(m.gone), site(m.back)
+                result.append(
+                    replace(m, tensor_id=tensor_id, leave=start, gone=gone, back=back, needed=end)
+                )
+        return tuple(sorted(result, key=lambda m: (m.leave, m.needed, m.tensor_id)))
+
+
+def _periods_by_end(tensor: Tensor, cuts: list[int], num_sites: int) -> dict[int, tuple[int, int]]:
+    """Idle periods (start, end) by the slot in which the tensor is touched again."""
+    found: dict[int, tuple[int, int]] = {}
+    windows = tensor.windows
+    for (_, start), (end, _) in pairwise(windows):
+        if _slot_after(cuts, start) < _slot_of(cuts, end):
+            found[_slot_of(cuts, end)] = (start, end)
+    if tensor.persistent:
+        found[_slot_of(cuts, windows[0][0])] = (windows[-1][1], windows[0][0] + num_sites)
+    return found
+
+
+def _slot_of(cuts: list[int], site: int) -> int:
+    """The slot that has the site."""
+    return bisect_right(cuts, site) - 1
+
+
+def _slot_after(cuts: list[int], site: int) -> int:
+    """The first slot that starts at the site or later."""
+    return bisect_left(cuts, site)
+
+
+def coarsen(problem: Problem, num_slots: int) -> Coarse:
+    """The problem with about so many slots, more where it would not be feasible otherwise."""
+    trace = problem.trace
+    cuts = _cuts(problem, num_slots)
+    while True:
+        coarse, members = _coarse_trace(problem, cuts)
+        smaller = replace(
+            Problem.of(coarse, problem.hardware, problem.budgets),
+            limit_bytes=problem.limit_bytes,
+            spare_sites=1,
+        )
+        over = smaller.device - problem.limit_bytes > smaller.idle
+        if not over.any():
+            return Coarse(problem=smaller, cuts=cuts, members=members, fine=trace)
+        wide = over & (np.diff(cuts) > 1)
+        assert wide.any(), "a site by itself asks for no more than can be away there"
+        first, last = cuts[:-1][wide], cuts[1:][wide]
+        parts = [first + (last - first) * i // 4 for i in (1, 2, 3)]
+        cuts = np.unique(np.concatenate([cuts, *parts]))
+
+
+def _cuts(problem: Problem, num_slots: int) -> Ints:
+    """Cuts with about equal parts of the time and of the bytes that start or end being idle."""
+    lifetimes, num_sites = problem.lifetimes, problem.lifetimes.num_sites
+    duration = np.diff(lifetimes.site_ns[: num_sites + 1]).astype(np.float64)
+    moved = np.zeros(num_sites)
+    for column in (lifetimes.start, lifetimes.end):
+        np.add.at(moved, column % num_sites, lifetimes.nbytes.astype(np.float64))
+    weight: Floats = duration / max(duration.sum(), 1.0) + moved / max(moved.sum(), 1.0)
+    total = np.cumsum(weight)
+    wanted = np.arange(1, num_slots) * (total[-1] / num_slots)
+    inner = np.searchsorted(total, wanted)
+    return np.unique(np.concatenate([[0], inner, [num_sites]])).astype(np.int64)
+
+
+def _coarse_trace(problem: Problem, cuts: Ints) -> tuple[StepTrace, tuple[tuple[int, ...], ...]]:
+    trace, device = problem.trace, problem.device
+    largest = max((problem.limit_bytes - problem.least.nbytes) // _LARGEST_PART, 1)
+    starts = cuts.tolist()
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for tensor_id, tensor in enumerate(trace.tensors):
+        windows, changes = _coarse_windows(tensor, starts)
+        key = (windows, changes, tensor.persistent, tensor.kind)
+        groups[key].append(tensor_id)
+    tensors: list[Tensor] = []
+    members: list[tuple[int, ...]] = []
+    for (windows, changes, _, _), ids in groups.items():
+        assert isinstance(windows, tuple) and isinstance(changes, tuple), "as put in"
+        for part in _parts(ids, [trace.tensors[i].nbytes for i in ids], largest):
+            nbytes = sum(trace.tensors[i].nbytes for i in part)
+            first = trace.tensors[part[0]]
+            tensors.append(replace(first, nbytes=nbytes, windows=windows, changed_in=changes))
+            members.append(part)
+    durations = np.fromiter((site.duration_ns for site in trace.sites), np.int64, len(trace.sites))
+    slot_ns = np.add.reduceat(durations, cuts[:-1]).tolist()
+    first_sites = [trace.sites[i] for i in starts[:-1]]
+
+    def with_workspace(workspace: Ints) -> StepTrace:
+        sites = tuple(
+            Site(
+                kind=site.kind,
+                graph=site.graph,
+                call=site.call,
+                backward=site.backward,
+                tensor_id=None,
+                duration_ns=ns,
+                workspace_bytes=nbytes,
+            )
+            for site, ns, nbytes in zip(first_sites, slot_ns, workspace.tolist(), strict=True)
+        )
+        return replace(trace, sites=sites, tensors=tuple(tensors))
+
+    bare = with_workspace(np.zeros(len(first_sites), dtype=np.int64))
+    most = np.maximum.reduceat(device, cuts[:-1])
+    return with_workspace(most - device_curve(bare)), tuple(members)
+
+
+def _parts(ids: list[int], sizes: list[int], largest: int) -> list[tuple[int, ...]]:
+    """The ids in runs of at most `largest` bytes together, or of one tensor."""
+    parts: list[tuple[int, ...]] = []
+    run: list[int] = []
+    nbytes = 0
+    for tensor_id, size in zip(ids, sizes, strict=True):
+        if run and nbytes + size > largest:
+            parts.append(tuple(run))
+            run, nbytes = [], 0
+        run.append(tensor_id)
+        nbytes += size
+    parts.append(tuple(run))
+    return parts
+
+
+def _coarse_windows(tensor: Tensor, cuts: list[int]) -> tuple[Windows, tuple[int, ...]]:
+    windows: list[list[int]] = []
+    changes: list[int] = []
+    changed = set(tensor.changes)
+    for number, (start, end) in enumerate(tensor.windows):
+        first, last = _slot_of(cuts, start), _slot_after(cuts, end)
+        if windows and first <= windows[-1][1]:
+            windows[-1][1] = max(last, windows[-1][1])
+        else:
+            windows.append([first, last])
+        if number in changed and (not changes or changes[-1] != len(windows) - 1):
+            changes.append(len(windows) - 1)
+    return tuple((start, end) for start, end in windows), tuple(changes)
