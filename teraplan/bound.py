@@ -6,14 +6,21 @@ before k and are read after k, so with W and R the sum of the links' speeds out 
     step >= max(ideal before k, pressure / W) + interval k + max(ideal after k, pressure / R)
 
 Bytes of persistent tensors may have been written in the step before, so they are taken off. Where
-no idle period crosses a site, the parts of the step before and after it add up. For persistent
-tensors alone: in each step, what is over the budget at k is read once, in no less than bytes / R.
+no idle period crosses a site, the parts of the step before and after it add up.
+
+And in each step no fewer bytes are read than the fewest that idle periods which end in the step
+must have, if what is over the budget is to be away everywhere. Taken byte by byte, the period that
+ends last is the best to take where bytes are missing (Belady); what is idle across the end of the
+step counts as away there for nothing.
 """
+
+import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.hardware import Hardware
+from teraplan.hardware import Hardware, Link
 from teraplan.lifetimes import Lifetimes
 from teraplan.memory_curve import Curve, sum_ranges
 
@@ -24,8 +31,11 @@ def step_bound_ns(periods: Lifetimes, hardware: Hardware, pressure: Curve) -> in
     links = [link for link in (hardware.host_link, hardware.storage_link) if link is not None]
     if not links or not pressure.any():
         return ideal_ns
-    out = sum(max(link.out_bytes_per_s, link.out_while_back_bytes_per_s) for link in links)
-    back = sum(max(link.back_bytes_per_s, link.back_while_out_bytes_per_s) for link in links)
+    out, back = _fastest(links)
+    if hardware.device_port is not None:
+        out, back = (
+            min(a, b) for a, b in zip((out, back), _fastest([hardware.device_port]), strict=True)
+        )
     born = _newborn(periods, pressure)
     to_write, to_read = born[0] * (1e9 / out), born[1] * (1e9 / back)
     at = periods.site_ns[: periods.num_sites + 1].astype(np.float64)
@@ -38,8 +48,48 @@ def step_bound_ns(periods: Lifetimes, hardware: Hardware, pressure: Curve) -> in
         total += float(at[first] - at[reached]) + float(inside.max())
         reached = last
     total += float(at[-1] - at[reached])
-    repeated = float(pressure.max()) * 1e9 / back
+    repeated = least_read_bytes(periods, pressure) * 1e9 / back
     return max(ideal_ns, int(max(total, repeated)))
+
+
+def _fastest(links: Sequence[Link]) -> tuple[int, int]:
+    """Bytes per second that the links together can carry out, and back."""
+    return (
+        sum(max(link.out_bytes_per_s, link.out_while_back_bytes_per_s) for link in links),
+        sum(max(link.back_bytes_per_s, link.back_while_out_bytes_per_s) for link in links),
+    )
+
+
+def least_read_bytes(periods: Lifetimes, pressure: Curve) -> int:
+    """The fewest bytes that any plan reads in a step in which so many are away per interval."""
+    num_sites = periods.num_sites
+    start, end, nbytes = periods.start, periods.end, periods.nbytes
+    wraps = end > num_sites
+    late = zip(start[wraps].tolist(), end[wraps].tolist(), nbytes[wraps].tolist(), strict=True)
+    free = sum_ranges(num_sites, ((a, num_sites, n) for a, b, n in late if a < num_sites))
+    missing = np.maximum(pressure - free, 0)
+    # what wraps is read at its end in this step; before that it is away from the beginning
+    first = np.where(wraps, np.maximum(start - num_sites, 0), start)
+    last = np.where(wraps, end - num_sites, end)
+    order = np.argsort(first, kind="stable")
+    begins, ends, sizes = first[order].tolist(), last[order].tolist(), nbytes[order].tolist()
+    heap: list[tuple[int, int]] = []
+    change = [0] * (num_sites + 1)
+    covered, read, row = 0, 0, 0
+    for site, wanted in enumerate(missing.tolist()):
+        covered -= change[site]
+        while row < len(begins) and begins[row] <= site:
+            heapq.heappush(heap, (-ends[row], sizes[row]))
+            row += 1
+        while covered < wanted and heap and -heap[0][0] > site:
+            until, size = heapq.heappop(heap)
+            taken = min(size, wanted - covered)
+            if taken < size:
+                heapq.heappush(heap, (until, size - taken))
+            covered += taken
+            read += taken
+            change[min(-until, num_sites)] += taken
+    return read
 
 
 def _newborn(periods: Lifetimes, pressure: Curve) -> tuple[Curve, Curve]:

@@ -207,9 +207,9 @@ class _Run:
                 parts.append((site, np.full_like(here, phase), first, key))
         if not parts:
             return [], [], []
-        site, phase, first, key = (np.concatenate(column) for column in zip(*parts, strict=True))
-        order = np.lexsort((key, first, phase, site))
-        return site[order].tolist(), phase[order].tolist(), key[order].tolist()
+        sites, phases, firsts, keys = (np.concatenate(part) for part in zip(*parts, strict=True))
+        sequence = np.lexsort((keys, firsts, phases, sites))
+        return sites[sequence].tolist(), phases[sequence].tolist(), keys[sequence].tolist()
 
     def timing(self, with_transfers: bool) -> Timing:
         """What happened in the last of the unrolled steps."""

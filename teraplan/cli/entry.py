@@ -6,13 +6,33 @@ import sys
 from collections.abc import Sequence
 
 import teraplan
-from teraplan.cli import check, diff, doctor, plot, probe, show, timeline
+from teraplan.cli import (
+    check,
+    diff,
+    doctor,
+    estimate,
+    hardware,
+    plan,
+    plot,
+    probe,
+    show,
+    simulate,
+    sweep,
+    timeline,
+    trace,
+)
 from teraplan.cli.command import BAD_INPUT, Command
 from teraplan.errors import TeraplanError
 
 COMMANDS: tuple[Command, ...] = (
     doctor.COMMAND,
     probe.COMMAND,
+    hardware.COMMAND,
+    trace.COMMAND,
+    plan.COMMAND,
+    simulate.COMMAND,
+    estimate.COMMAND,
+    sweep.COMMAND,
     show.COMMAND,
     diff.COMMAND,
     check.COMMAND,
@@ -21,11 +41,11 @@ COMMANDS: tuple[Command, ...] = (
 )
 _INTERRUPTED = 130
 _DESCRIPTION = """\
-Looks at this machine, and at the plans and runs that teraplan writes.
+Plans memory of training steps, and looks at this machine and at plans and runs.
 
 exit codes:
   0  done; the answer is yes
-  1  done; the answer is no (invalid plan, plans differ, warnings with --strict)
+  1  done; the answer is no (does not fit, invalid plan, plans differ, warnings with --strict)
   2  bad input or usage; one line on stderr says what to do
 """
 

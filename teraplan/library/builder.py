@@ -18,7 +18,7 @@ from typing import final
 from teraplan.library.costs import Roofline
 from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
 
 
 @dataclass(slots=True)
@@ -69,6 +69,14 @@ class StepBuilder:
         entry = _Entry(name, kind, tuple(shape), dtype or self.dtype, layer, persistent)
         self._entries.append(entry)
         return len(self._entries) - 1
+
+    def rename(
+        self, tensor_id: int, name: str, kind: TensorKind, *, persistent: bool = False
+    ) -> None:
+        """Says of a tensor what has turned out since it was made."""
+        entry = self._entries[tensor_id]
+        entry.name, entry.kind, entry.persistent = name, kind, persistent
+        entry.layer = name.rpartition(".")[0]
 
     def nbytes(self, tensor_id: int) -> int:
         """Size of a tensor."""

@@ -1,17 +1,24 @@
 """Planners by name, and the one way to get a plan from them."""
 
 import difflib
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib.metadata import entry_points
 from types import MappingProxyType
 
-from teraplan.check_plan import require_valid
+from teraplan.bound import step_bound_ns
+from teraplan.check_plan import check_plan, require_valid
 from teraplan.errors import ConfigError
-from teraplan.hardware import Budgets, Hardware
+from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.plan import Plan
 from teraplan.planners.base import Planner, Problem, require_feasible
+from teraplan.planners.baselines import plan_on_demand, plan_statically
+from teraplan.planners.rules import apply_rules
 from teraplan.planners.stall_driven import plan_by_stalls
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
+from teraplan.planners.victims import farthest_use, first_saved
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
 
@@ -21,44 +28,103 @@ POLICIES: Mapping[str, Planner] = MappingProxyType(
         "teraio": partial(plan_as_teraio, score=paper_ratio),
         "teraio-prose": partial(plan_as_teraio, score=prose),
         "teraio-area": partial(plan_as_teraio, score=g10_area),
+        "g10": partial(plan_as_teraio, score=g10_area, eager=True),
+        "lru": partial(plan_on_demand, order=first_saved),
+        "belady": partial(plan_on_demand, order=farthest_use),
+        "zero-infinity": plan_statically,
     }
 )
+ENTRY_POINTS = "teraplan.policies"
+"""Group of entry points in which other packages name their policies."""
 
 
 def make_plan(
-    trace: StepTrace, hardware: Hardware, budgets: Budgets, policy: str = "teraplan"
+    trace: StepTrace,
+    hardware: Hardware,
+    budgets: Budgets,
+    policy: str = "teraplan",
+    *,
+    rules: Mapping[str, Tier] | None = None,
+    candidates: Sequence[Plan] = (),
+    time_limit_s: float | None = None,
 ) -> Plan:
     """A plan for `trace` within `budgets`, accepted by the independent checker.
 
+    Args:
+        trace: the step.
+        hardware: the machine.
+        budgets: the most that the plan may use.
+        policy: name of a planner.
+        rules: tiers by pattern of tensor names (`rules`); None is no rule.
+        candidates: plans for the same step made before, for less memory or a slower machine: if
+            one is valid here and faster than what the policy finds, it is the answer. Not looked
+            at if there are rules.
+        time_limit_s: stop searching after so many seconds with the best plan found by then; the
+            first plan is finished in any case. The same input then no longer gives the same plan.
+
     Raises:
-        ConfigError: if there is no such policy.
+        ConfigError: if there is no such policy, or a rule matches nothing.
         InfeasibleBudgetError: if no plan fits; says which site needs how much.
     """
     planner = planner_named(policy)
     problem = Problem.of(trace, hardware, budgets)
     require_feasible(problem)
-    migrations = planner(problem)
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
+    ruled = apply_rules(trace, rules or {})
+    asked = replace(
+        Problem.of(ruled.trace, hardware, budgets) if rules else problem,
+        only_tier=ruled.only_tier,
+        deadline=deadline,
+    )
+    require_feasible(asked)
+    migrations = planner(asked)
+    bound_ns = step_bound_ns(problem.lifetimes, hardware, problem.pressure())
+    prediction = replace(predict(trace, hardware, migrations), bound_ns=bound_ns)
     plan = Plan(
         policy=policy,
         budgets=budgets,
         hardware=hardware,
         trace=trace,
         migrations=migrations,
-        prediction=predict(trace, hardware, migrations),
+        prediction=prediction,
     )
     require_valid(plan)
+    for other in candidates if not rules else ():
+        again = _remade(other, plan)
+        if again is not None and again.prediction.step_ns < plan.prediction.step_ns:
+            plan = again
     return plan
 
 
+def _remade(candidate: Plan, plan: Plan) -> Plan | None:
+    """The candidate's migrations in the place of those of `plan`, None if they do not hold."""
+    links = {Tier.HOST: plan.hardware.host_link, Tier.STORAGE: plan.hardware.storage_link}
+    if candidate.trace != plan.trace or any(links[m.tier] is None for m in candidate.migrations):
+        return None
+    prediction = predict(plan.trace, plan.hardware, candidate.migrations)
+    remade = replace(
+        plan,
+        policy=candidate.policy,
+        migrations=candidate.migrations,
+        prediction=replace(prediction, bound_ns=plan.prediction.bound_ns),
+    )
+    return None if check_plan(remade) else remade
+
+
 def planner_named(policy: str) -> Planner:
-    """The planner of this name.
+    """The planner of this name, ours or of an installed package.
 
     Raises:
         ConfigError: if there is none.
     """
     planner = POLICIES.get(policy)
-    if planner is None:
-        near = difflib.get_close_matches(policy, POLICIES, n=1, cutoff=0.0)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise ConfigError(f'policy "{policy}" is not one of {", ".join(sorted(POLICIES))}{hint}')
-    return planner
+    if planner is not None:
+        return planner
+    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if policy in others:
+        loaded: Planner = others[policy].load()
+        return loaded
+    names = sorted({*POLICIES, *others})
+    near = difflib.get_close_matches(policy, names, n=1, cutoff=0.0)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    raise ConfigError(f'policy "{policy}" is not one of {", ".join(names)}{hint}')

@@ -6,8 +6,8 @@ can hold what has to be elsewhere. The registry adds the prediction and lets not
 independent checker refuses.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -38,6 +38,10 @@ class Problem:
     """The most bytes in each other tier that the machine has, fastest way back first."""
     links: dict[Tier, Link]
     least: LeastBudget
+    only_tier: Mapping[int, Tier] = field(default_factory=dict[int, Tier])
+    """Tensors that may move to this tier alone."""
+    deadline: float | None = None
+    """When to stop searching, on the clock of `time.monotonic`; None: when the search is done."""
     spare_sites: int = 0
     """By how many sites a tensor takes space in another tier before and after its idle period."""
 

@@ -99,6 +99,12 @@ def coarsen(problem: Problem, num_slots: int) -> Coarse:
         smaller = replace(
             Problem.of(coarse, problem.hardware, problem.budgets),
             limit_bytes=problem.limit_bytes,
+            only_tier={
+                group: problem.only_tier[ids[0]]
+                for group, ids in enumerate(members)
+                if ids[0] in problem.only_tier
+            },
+            deadline=problem.deadline,
             spare_sites=1,
         )
         over = smaller.device - problem.limit_bytes > smaller.idle
@@ -129,15 +135,15 @@ def _coarse_trace(problem: Problem, cuts: Ints) -> tuple[StepTrace, tuple[tuple[
     trace, device = problem.trace, problem.device
     largest = max((problem.limit_bytes - problem.least.nbytes) // _LARGEST_PART, 1)
     starts = cuts.tolist()
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    groups: dict[tuple[Windows, tuple[int, ...], object], list[int]] = defaultdict(list)
     for tensor_id, tensor in enumerate(trace.tensors):
         windows, changes = _coarse_windows(tensor, starts)
-        key = (windows, changes, tensor.persistent, tensor.kind)
+        only = problem.only_tier.get(tensor_id)
+        key = (windows, changes, (tensor.persistent, tensor.kind, only))
         groups[key].append(tensor_id)
     tensors: list[Tensor] = []
     members: list[tuple[int, ...]] = []
-    for (windows, changes, _, _), ids in groups.items():
-        assert isinstance(windows, tuple) and isinstance(changes, tuple), "as put in"
+    for (windows, changes, _), ids in groups.items():
         for part in _parts(ids, [trace.tensors[i].nbytes for i in ids], largest):
             nbytes = sum(trace.tensors[i].nbytes for i in part)
             first = trace.tensors[part[0]]

@@ -17,6 +17,7 @@ steps that are not large the baseline's plans are among the attempts.
 """
 
 import hashlib
+import time
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -38,6 +39,7 @@ from teraplan.planners.placement import (
     place,
     with_reasons,
 )
+from teraplan.planners.polish import polish
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.tiers import Spread, assign
 from teraplan.planners.victims import (
@@ -62,6 +64,8 @@ _BACKLOG = 4
 """A wait makes transfers dearer for this many times its length before it."""
 _MANY = 1500
 """Idle periods from which on the step is planned coarsely."""
+_FEW = 60
+"""Idle periods up to which a plan is polished."""
 _SLOTS, _SLOTS_OF_CALL, _MOST_SLOTS = 300, 24, 2400
 """Slots of a coarse step: at least, for each call of a graph, at most."""
 _WORK = 110_000
@@ -119,7 +123,9 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
             best = found
     if best is None:
         raise no_placement(problem)
-    return best.migrations
+    if len(problem.lifetimes) > _FEW:
+        return best.migrations
+    return polish(problem, simulator, best.migrations, best.cost[0], _bound(problem))
 
 
 def _bound(problem: Problem) -> int:
@@ -248,6 +254,9 @@ class _Search:
         return np.concatenate([once, once[1:] + once[-1]])
 
     def _done(self) -> bool:
+        deadline = self._problem.deadline
+        if deadline is not None and self._best is not None and time.monotonic() > deadline:
+            return True
         return self._left <= 0 or (self._best is not None and self._best.cost[0] <= self._bound)
 
     def _try(

@@ -108,7 +108,7 @@ class _State:
         self.back = {t: self.ns * (k.back_bytes_per_s * 1e-9) for t, k in self.links.items()}
         sizes = problem.tier_bytes
         self.space = {t: Room(np.full(num_sites, sizes[t], np.int64)) for t in self.links}
-        self.open = {t: np.ones(len(self.periods), dtype=bool) for t in self.links}
+        self.open = {t: allowed_in(problem, t) for t in self.links}
         """Periods that are not planned yet and have not been found too large for the tier."""
 
     def fits(self, tier: Tier) -> _Fits:
@@ -152,8 +152,21 @@ def _book(free: Floats, intervals: range, nbytes: float) -> None:
             return
 
 
-def plan_as_teraio(problem: Problem, score: Score) -> tuple[Migration, ...]:
+def allowed_in(problem: Problem, tier: Tier) -> npt.NDArray[np.bool_]:
+    """Which periods are of tensors that may move to `tier`."""
+    ids = problem.lifetimes.tensor_ids
+    other = [i for i, only in problem.only_tier.items() if only is not tier]
+    allowed: npt.NDArray[np.bool_] = ~np.isin(ids, np.array(other, dtype=np.int64))
+    return allowed
+
+
+def plan_as_teraio(problem: Problem, score: Score, *, eager: bool = False) -> tuple[Migration, ...]:
     """The migrations of Algorithm 1, repaired if they end over capacity.
+
+    Args:
+        problem: the step and the machine.
+        score: reading of the paper's score.
+        eager: whether copies in then start as early as memory allows, as in G10.
 
     Raises:
         InfeasibleBudgetError: if the other tiers have no room for what is left.
@@ -163,6 +176,8 @@ def plan_as_teraio(problem: Problem, score: Score) -> tuple[Migration, ...]:
     state = _State(problem)
     slots = _wait_for_copies(state, _algorithm_1(state, score))
     slots += _on_demand(state, [slot.row for slot in slots])
+    if eager:
+        slots = _earlier(state, slots)
     periods = problem.lifetimes
     migrations = tuple(
         Migration(
@@ -226,6 +241,18 @@ def _wait_for_copies(state: _State, slots: list[_Slot]) -> list[_Slot]:
     return result
 
 
+def _earlier(state: _State, slots: list[_Slot]) -> list[_Slot]:
+    """G10's last pass: in order of their start, copies in start as early as memory allows."""
+    room = Room(-state.over.free)
+    result: list[_Slot] = []
+    for slot in sorted(slots, key=lambda slot: (slot.back, slot.row)):
+        nbytes = int(state.periods.nbytes[slot.row])
+        back = room.earliest_start(slot.back, slot.gone + 1, nbytes)
+        room.add(back, slot.back, -nbytes)
+        result.append(replace(slot, back=back))
+    return result
+
+
 def _on_demand(state: _State, planned: list[int]) -> list[_Slot]:
     """Further periods, away for all of their length, until nothing is over capacity."""
     periods = state.periods
@@ -239,7 +266,8 @@ def _on_demand(state: _State, planned: list[int]) -> list[_Slot]:
         raise no_placement(state.problem)
     slots: list[_Slot] = []
     for row in rows.tolist():
-        tier = next((t for t in state.links if state.has_space(row, t)), None)
+        usable = (t for t in state.links if allowed_in(state.problem, t)[row])
+        tier = next((t for t in usable if state.has_space(row, t)), None)
         if tier is None:
             raise no_placement(state.problem)
         start, end = int(periods.start[row]), int(periods.end[row])

@@ -101,6 +101,9 @@ class _Assignment:
             order = sorted(self._fastest_first, key=lambda tier: self._done(row, tier))
         else:
             order = sorted(self._fastest_first, key=lambda tier: self._load(row, tier))
+        only = self._problem.only_tier.get(tensor_id)
+        if only is not None:
+            return [only] if only in self.rooms else []
         before = self._of_tensor.get(tensor_id)
         if before is not None and order[0] is not before:
             order = [before, *(tier for tier in order if tier is not before)]

@@ -74,9 +74,11 @@ def step_line(plan: Plan) -> str:
     if waiting_ns <= 0:
         return f"{format_ns(step_ns)} predicted, all of it computation (the ideal)"
     percent = f"+{100 * waiting_ns / ideal_ns:.1f} %" if ideal_ns else "ideal unknown"
+    gap = plan.prediction.gap
+    near = "" if gap is None else f"; no plan is more than {100 * gap:.1f} % faster"
     return (
         f"{format_ns(step_ns)} predicted = {format_ns(ideal_ns)} computation (the ideal) "
-        f"+ {format_ns(waiting_ns)} waiting ({percent})"
+        f"+ {format_ns(waiting_ns)} waiting ({percent}){near}"
     )
 
 

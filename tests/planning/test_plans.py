@@ -19,7 +19,7 @@ from teraplan.step_trace import StepTrace
 from tests.planning.synthetic import budgets, gpt_trace, machine
 from tests.planning.traces import machines, traces
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def between(trace: StepTrace, part: float) -> int:

@@ -1,0 +1,151 @@
+"""What the commands that plan have in common: their arguments, and what they make of them."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from teraplan.config import Budget
+from teraplan.errors import ConfigError
+from teraplan.hardware import Budgets, Link
+from teraplan.library.machine_file import find_machine
+from teraplan.library.machines import DEVICES, Machine
+from teraplan.library.models import MODELS, Workload, trace_of
+from teraplan.memory_curve import device_curve, peak
+from teraplan.step_trace import StepTrace
+from teraplan.trace_file import read_trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A step and what there is to plan it with."""
+
+    trace: StepTrace
+    machine: Machine
+    budgets: Budgets
+    workload: Workload | None
+    """What the trace was made of, None if it was read."""
+
+
+def add_machine_argument(parser: argparse.ArgumentParser) -> None:
+    """`--hardware`."""
+    parser.add_argument(
+        "--hardware",
+        required=True,
+        metavar="H",
+        help=f"a hardware file (.json), or a machine such as h100-nvl:ssd=4:host=512GiB; "
+        f"devices are {', '.join(DEVICES)}",
+    )
+
+
+def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
+    """The budgets of one plan."""
+    for tier in ("device", "host", "storage"):
+        parser.add_argument(
+            f"--{tier}-budget",
+            default=None,
+            metavar="SIZE",
+            help=f'most {tier} memory to use: "40GiB", or "50%%" of the peak with nothing moved; '
+            "all that the machine has if not given",
+        )
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """A model of the library, in the place of a trace."""
+    parser.add_argument(
+        "--library",
+        choices=sorted(MODELS),
+        default=None,
+        help="a model whose step is written down in the library",
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--stages", type=int, default=1, help="pipeline stages; the first is built")
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """The workload that the arguments name."""
+    for name in ("batch", "length", "micro_batches", "stages"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected 1 or more")
+    return Workload(
+        model=options.library,
+        dtype=options.dtype,
+        batch=options.batch,
+        length=options.length,
+        micro_batches=options.micro_batches,
+        stages=options.stages,
+    )
+
+
+def asked(options: argparse.Namespace) -> Asked:
+    """The step, the machine and the budgets that the arguments name."""
+    machine = find_machine(options.hardware)
+    workload = None
+    if getattr(options, "library", None) is not None:
+        if options.trace is not None:
+            raise ConfigError("give a trace file or --library, not both")
+        workload = workload_of(options)
+        trace = trace_of(workload, machine)
+    elif options.trace is not None:
+        trace = read_trace(options.trace)
+    else:
+        raise ConfigError("give a trace file, or --library with the name of a model")
+    return Asked(
+        trace=trace,
+        machine=machine,
+        budgets=budgets_of(
+            trace, machine, options.device_budget, options.host_budget, options.storage_budget
+        ),
+        workload=workload,
+    )
+
+
+def budgets_of(
+    trace: StepTrace, machine: Machine, device: str | None, host: str | None, storage: str | None
+) -> Budgets:
+    """Budgets as written: sizes, or percentages of the peak with nothing moved."""
+    most, hardware = peak(device_curve(trace)), machine.hardware
+
+    def size(text: str | None, capacity: int) -> int:
+        if text is None:
+            return capacity
+        try:
+            return Budget.parse(text).resolve(most)
+        except ValueError as error:
+            raise ConfigError(f"budget {text!r}: {error}") from error
+
+    return Budgets(
+        device_bytes=size(device, hardware.device_capacity_bytes),
+        host_bytes=size(host, hardware.host_capacity_bytes),
+        storage_bytes=size(storage, hardware.storage_capacity_bytes),
+    )
+
+
+def with_links(machine: Machine, *, storage: float = 1.0, host: float = 1.0) -> Machine:
+    """The machine with links as many times as fast; the device's port is as it was."""
+    hardware = machine.hardware
+
+    def faster(link: Link | None, factor: float) -> Link | None:
+        if link is None:
+            return None
+        return Link(
+            out_bytes_per_s=int(link.out_bytes_per_s * factor),
+            back_bytes_per_s=int(link.back_bytes_per_s * factor),
+            out_while_back_bytes_per_s=int(link.out_while_back_bytes_per_s * factor),
+            back_while_out_bytes_per_s=int(link.back_while_out_bytes_per_s * factor),
+            latency_ns=link.latency_ns,
+        )
+
+    changed = replace(
+        hardware,
+        host_link=faster(hardware.host_link, host),
+        storage_link=faster(hardware.storage_link, storage),
+    )
+    return replace(machine, hardware=changed)
+
+
+def listed(text: str) -> Sequence[str]:
+    """The parts of a list with commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]

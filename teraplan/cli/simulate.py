@@ -1,0 +1,66 @@
+"""`teraplan simulate`: what a plan does to a step, perhaps another than it was made for."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from teraplan.check_plan import check_plan
+from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_plan_or_runs
+from teraplan.errors import PlanMismatchError
+from teraplan.library.machine_file import find_machine
+from teraplan.report.check_text import violations_text
+from teraplan.report.plan_text import plan_json, plan_screen
+from teraplan.simulate import predict
+from teraplan.step_trace import StepTrace
+from teraplan.trace_file import read_trace
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", type=Path, metavar="TRACE", help="a trace file")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan or run file")
+    parser.add_argument(
+        "--hardware", metavar="H", help="another machine than the plan's: a file or a name"
+    )
+
+
+def _run(options: argparse.Namespace) -> int:
+    trace = read_trace(options.trace)
+    plan, _ = read_plan_or_runs(options.plan)
+    _require_same_step(trace, plan.trace)
+    hardware = find_machine(options.hardware).hardware if options.hardware else plan.hardware
+    prediction = predict(trace, hardware, plan.migrations)
+    bound_ns = plan.prediction.bound_ns if hardware == plan.hardware else 0
+    if trace == plan.trace:
+        prediction = replace(prediction, bound_ns=bound_ns)
+    again = replace(plan, trace=trace, hardware=hardware, prediction=prediction)
+    violations = check_plan(again)
+    if options.json:
+        emit_json(plan_json(again) | {"fits": not violations})
+    else:
+        emit(violations_text(again, violations) if violations else plan_screen(again))
+    return NO if violations else DONE
+
+
+def _require_same_step(trace: StepTrace, planned: StepTrace) -> None:
+    """Raise PlanMismatchError unless both have the same tensors, touched at the same sites."""
+    ours = [(tensor.name, tensor.nbytes, tensor.windows) for tensor in trace.tensors]
+    theirs = [(tensor.name, tensor.nbytes, tensor.windows) for tensor in planned.tensors]
+    if len(trace.sites) != len(planned.sites) or ours != theirs:
+        raise PlanMismatchError(
+            "the plan is for another step: its tensors or the sites that touch them differ from "
+            "those of the trace; only times may differ"
+        )
+
+
+COMMAND = Command(
+    name="simulate",
+    summary="the step of a trace under a plan, perhaps on another machine",
+    description=(
+        "Simulates the step of TRACE under the migrations of PLAN and prints the plan with the\n"
+        "new prediction. Times of the trace may differ from those that the plan was made with;\n"
+        "tensors and sites may not. Exit code 0 if the plan keeps its budgets, 1 if not."
+    ),
+    example="teraplan simulate trace.json plan.json --hardware h200:ssd=8",
+    add_arguments=_add_arguments,
+    run=_run,
+)

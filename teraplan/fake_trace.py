@@ -1,0 +1,185 @@
+"""The trace of a training step of any module, from one run on fake tensors, without the device.
+
+Fake tensors have shapes and no memory, so a model of any size runs on any computer. Every operation
+that PyTorch calls in forward, backward and AdamW becomes a site; it touches the storages that it
+reads and writes, for as long as the cost model says. Storages are told apart as they are in
+PyTorch: a view shares its base's, and a storage dies with its last tensor. What the optimizer does
+to one parameter is a few operations on that parameter's tensors (`foreach=False`).
+"""
+
+import importlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from teraplan.errors import ConfigError, UnsupportedError
+from teraplan.library.builder import StepBuilder, Work
+from teraplan.library.costs import Roofline
+from teraplan.library.machines import Machine
+from teraplan.step_trace import StepTrace, TensorKind
+
+Factory = Callable[[], tuple[torch.nn.Module, Sequence[Any]]]
+
+
+def load_factory(name: str) -> Factory:
+    """The function that "module:function" names.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    module_name, _, function = name.partition(":")
+    try:
+        found: Factory = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f'--model "{name}": {error}; write MODULE:FUNCTION') from error
+    return found
+
+
+def trace_of_module(factory: Factory, machine: Machine) -> StepTrace:
+    """The step of the module that `factory` returns with its inputs; its output is summed.
+
+    Raises:
+        ConfigError: if the factory returns something else.
+        UnsupportedError: if an operation needs values, which fake tensors do not have.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        made: object = factory()
+        if not (isinstance(made, tuple) and len(made) == 2):
+            raise ConfigError("the factory must return a module and a tuple of its inputs")
+        module, inputs = made
+        parameters = list(module.parameters())
+        if not parameters:
+            raise ConfigError("the module has no parameters, so there is nothing to train")
+        recorder = _Recorder(module, machine)
+        optimizer = torch.optim.AdamW(parameters, foreach=False, fused=False)
+        try:
+            with recorder:
+                recorder.graph = "forward"
+                outputs = [leaf for leaf in tree_leaves(module(*inputs)) if _trains(leaf)]
+                loss = torch.stack([output.float().sum() for output in outputs]).sum()
+                recorder.graph, recorder.backward = "backward", True
+                loss.backward()  # type: ignore[no-untyped-call]
+                recorder.graph, recorder.backward = "optimizer", False
+                recorder.name_gradients()
+                optimizer.step()
+        except RuntimeError as error:
+            raise UnsupportedError(f"the model cannot run on fake tensors: {error}") from error
+    del fake
+    return recorder.trace(optimizer)
+
+
+def _trains(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+@final
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes each operation down as a site."""
+
+    def __init__(self, module: torch.nn.Module, machine: Machine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = ""
+        self.backward = False
+        self._machine = machine
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        self._builder = StepBuilder(Roofline(processor=machine.processor), dtype)
+        self._module = module
+        self._ids: dict[int, int] = {}
+        """Tensor of the trace by the address of the storage's object, while it lives."""
+        self._watch: list[weakref.finalize[Any, Any]] = []
+        for name, parameter in module.named_parameters():
+            layer = name.rpartition(".")[0]
+            self._know(parameter, name, TensorKind.PARAMETER, layer, persistent=True)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags or not func.is_view:
+            self._record(func, args, kwargs or {}, result)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        name = func.overloadpacket.__name__
+        before = {self._id(tensor, "input") for tensor in read}
+        after = {self._id(tensor, name) for tensor in made}
+        if not before and not after:
+            return
+        count = flop_registry.get(func.overloadpacket)
+        flops = count(*args, **kwargs, out_val=result) if count is not None else 0
+        changed = after | self._mutated(func, args)
+        self._builder.site(
+            self.graph,
+            0,
+            sorted(before | after),
+            Work(flops=float(flops)),
+            changes=sorted(changed & (before | after)),
+            backward=self.backward,
+        )
+
+    def _mutated(self, func: Any, args: Any) -> set[int]:
+        arguments = func._schema.arguments
+        return {
+            self._id(value, "input")
+            for argument, value in zip(arguments, args, strict=False)
+            if argument.alias_info is not None
+            and argument.alias_info.is_write
+            and isinstance(value, torch.Tensor)
+        }
+
+    def _id(self, tensor: torch.Tensor, name: str) -> int:
+        storage = tensor.untyped_storage()
+        found = self._ids.get(storage._cdata)
+        return self._know(tensor, name, TensorKind.ACTIVATION) if found is None else found
+
+    def _know(
+        self,
+        tensor: torch.Tensor,
+        name: str,
+        kind: TensorKind,
+        layer: str = "",
+        *,
+        persistent: bool = False,
+    ) -> int:
+        storage = tensor.untyped_storage()
+        unique = name if persistent else f"{name}#{len(self._watch)}"
+        made = self._builder.tensor(
+            unique, kind, (storage.nbytes(),), layer=layer, dtype="uint8", persistent=persistent
+        )
+        address = storage._cdata
+        self._ids[address] = made
+        self._watch.append(weakref.finalize(storage, self._ids.pop, address, None))
+        return made
+
+    def name_gradients(self) -> None:
+        """Says of the storages of gradients what they are."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.grad is not None:
+                self._builder.rename(
+                    self._id(parameter.grad, "gradient"), f"{name}.grad", TensorKind.GRADIENT
+                )
+
+    def trace(self, optimizer: torch.optim.Optimizer) -> StepTrace:
+        """The step as recorded."""
+        for name, parameter in self._module.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    self._builder.rename(
+                        self._id(value, "state"),
+                        f"{name}.{key}",
+                        TensorKind.OPTIMIZER_STATE,
+                        persistent=True,
+                    )
+        return self._builder.build(self._machine.hardware.device)

@@ -1,0 +1,74 @@
+"""Policies to compare with, as simple as what they stand for.
+
+`lru` and `belady` move on demand: a tensor leaves where memory is first over the budget and comes
+back where it is needed, and the computation waits for both. What LRU takes has been idle for the
+longest time; Belady's rule takes what is needed last. `zero-infinity` is static, like the system of
+that name (arXiv 2104.07857): parameters, gradients and optimizer state always go, storage first,
+and are fetched a little ahead; activations go where that is not enough.
+"""
+
+import numpy as np
+
+from teraplan.lifetimes import Ints
+from teraplan.memory_curve import sum_ranges
+from teraplan.plan import Migration
+from teraplan.planners.base import Problem, no_placement
+from teraplan.planners.placement import JUST_IN_TIME, Moves, place, with_reasons
+from teraplan.planners.tiers import Spread, assign
+from teraplan.planners.victims import Order, choose, first_saved
+from teraplan.step_trace import TensorKind
+
+
+def plan_on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
+    """Migrations that start where they are needed and no sooner.
+
+    Raises:
+        InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
+    """
+    periods, pressure = problem.lifetimes, problem.pressure()
+    rows = choose(periods, pressure, order(periods, pressure))
+    moves = None if rows is None else assign(problem, rows, Spread.SLOW_FIRST)
+    if moves is None:
+        raise no_placement(problem)
+    pressed = np.flatnonzero(np.tile(pressure > 0, 2))
+    migrations: list[Migration] = []
+    for row, tier, clean in zip(moves.rows.tolist(), moves.tiers, moves.clean, strict=True):
+        start, end = int(periods.start[row]), int(periods.end[row])
+        first = int(pressed[np.searchsorted(pressed, start)])
+        migrations.append(
+            Migration(
+                tensor_id=int(periods.tensor_ids[row]),
+                leave=first,
+                gone=first,
+                back=end,
+                needed=end,
+                tier=tier,
+                clean=clean,
+            )
+        )
+    return with_reasons(problem, tuple(migrations))
+
+
+def plan_statically(problem: Problem) -> tuple[Migration, ...]:
+    """All that outlives a micro-batch moves; activations where that is not enough.
+
+    Raises:
+        InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
+    """
+    periods, pressure, tensors = problem.lifetimes, problem.pressure(), problem.trace.tensors
+    if not pressure.any():
+        return ()
+    kinds = np.array([tensors[i].kind for i in periods.tensor_ids.tolist()])
+    activations = kinds == TensorKind.ACTIVATION
+    always: Ints = np.flatnonzero(~activations)
+    columns = (periods.start[always], periods.end[always], periods.nbytes[always])
+    away = sum_ranges(periods.num_sites, zip(*(c.tolist() for c in columns), strict=True))
+    left = np.maximum(pressure - away, 0)
+    more = choose(periods, left, first_saved(periods, left), activations)
+    if more is None:
+        raise no_placement(problem)
+    rows = np.union1d(always, more)
+    moves: Moves | None = assign(problem, rows, Spread.SLOW_FIRST)
+    if moves is None:
+        raise no_placement(problem)
+    return with_reasons(problem, place(problem, moves, periods.site_ns.astype(float), JUST_IN_TIME))

@@ -1,0 +1,80 @@
+"""Rules of the user: which tensors stay, and where those that move may go.
+
+    {"layers.*.mlp.*": "storage", "lm_head.weight": "device"}
+
+A rule's left side is a pattern (`*`, `?`, `[...]`) for a tensor's name, or for the path of its
+layer. Right: `device`, and it never leaves; `host` or `storage`, and it goes nowhere else when it
+leaves. When, and whether, stays the planner's choice. Where several rules match, the last counts.
+"""
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from teraplan.errors import ConfigError
+from teraplan.hardware import Tier
+from teraplan.step_trace import StepTrace, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruled:
+    """A step to which rules were applied."""
+
+    trace: StepTrace
+    """The same, but what must stay is never idle."""
+    only_tier: Mapping[int, Tier]
+
+
+def read_rules(path: Path) -> dict[str, Tier]:
+    """The rules in a JSON file, in their order.
+
+    Raises:
+        ConfigError: if the file has no rules in it; says what is wrong.
+    """
+    try:
+        value: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f'{path}: expected an object such as {{"layers.*.mlp.*": "storage"}}')
+    known = {tier.value for tier in Tier}
+    for pattern, tier in value.items():
+        if not isinstance(tier, str) or tier not in known:
+            raise ConfigError(f'{path}: "{pattern}": {tier!r} is not one of {", ".join(Tier)}')
+    return {pattern: Tier(tier) for pattern, tier in value.items()}
+
+
+def apply_rules(trace: StepTrace, rules: Mapping[str, Tier]) -> Ruled:
+    """The step as the rules leave it to the planner.
+
+    Raises:
+        ConfigError: if a rule matches no tensor.
+    """
+    tiers: dict[int, Tier] = {}
+    for pattern, tier in rules.items():
+        matched = [i for i, tensor in enumerate(trace.tensors) if _matches(pattern, tensor)]
+        if not matched:
+            raise ConfigError(
+                f'rule "{pattern}" matches no tensor and no layer; `teraplan show` lists both'
+            )
+        tiers.update(dict.fromkeys(matched, tier))
+    num_sites = len(trace.sites)
+    tensors = tuple(
+        _staying(tensor, num_sites) if tiers.get(i) is Tier.DEVICE else tensor
+        for i, tensor in enumerate(trace.tensors)
+    )
+    only = {i: tier for i, tier in tiers.items() if tier is not Tier.DEVICE}
+    return Ruled(trace=replace(trace, tensors=tensors), only_tier=only)
+
+
+def _matches(pattern: str, tensor: Tensor) -> bool:
+    return fnmatch.fnmatchcase(tensor.name, pattern) or fnmatch.fnmatchcase(tensor.layer, pattern)
+
+
+def _staying(tensor: Tensor, num_sites: int) -> Tensor:
+    whole = (0, num_sites) if tensor.persistent else (tensor.windows[0][0], tensor.windows[-1][1])
+    return replace(tensor, windows=(whole,), changed_in=None)

@@ -1,0 +1,175 @@
+"""Commands that plan: from no hardware to a plan, what fits and what does not, wrong input."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teraplan.check_plan import check_plan
+from teraplan.cli import main
+from teraplan.plan_file import read_plan
+from teraplan.step_trace import TensorKind
+from teraplan.trace_file import read_trace, write_trace
+from tests.planning.synthetic import gpt_trace
+
+Captured = pytest.CaptureFixture[str]
+LIBRARY = ["--library", "vit-g", "--batch", "32", "--length", "256"]
+
+
+def loaded(capsys: Captured) -> Any:  # noqa: ANN401  JSON of many shapes, looked into by tests
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    write_trace(gpt_trace(4), tmp_path / "trace.json")
+    return str(tmp_path / "trace.json")
+
+
+def test_from_no_hardware_to_a_simulated_plan(tmp_path: Path, capsys: Captured) -> None:
+    machine, trace, plan = (str(tmp_path / name) for name in ("m.json", "t.json", "p.json"))
+    assert main(["hardware", "rtx-4090:ssd=2", "-o", machine]) == 0
+    assert "NVIDIA Ada architecture white paper" in capsys.readouterr().out
+    assert main(["trace", *LIBRARY, "--hardware", machine, "-o", trace, "--json"]) == 0
+    assert loaded(capsys)["sites"] == len(read_trace(Path(trace)).sites)
+    arguments = ["plan", trace, "--hardware", machine, "--device-budget", "60%", "-o", plan]
+    assert main([*arguments, "--json"]) == 0
+    said = loaded(capsys)
+    assert said["fits"] is True
+    made = read_plan(Path(plan))
+    assert check_plan(made) == ()
+    assert made.prediction.gap is not None
+    assert main(["simulate", trace, plan]) == 0
+    assert "predicted" in capsys.readouterr().out
+    assert main(["simulate", trace, plan, "--hardware", "rtx-4090:ssd=12", "--json"]) == 0
+    assert loaded(capsys)["fits"] is True
+    assert main(["simulate", trace, plan, "--hardware", "rtx-4090:ssd=0"]) in (1, 2)
+
+
+def test_what_does_not_fit_has_exit_code_1(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    arguments = ["plan", trace, "--hardware", "h200", "-o", str(tmp_path / "p.json")]
+    assert main([*arguments, "--device-budget", "1MiB", "--json"]) == 1
+    said = loaded(capsys)
+    assert said["fits"] is False
+    assert main([*arguments, "--device-budget", str(said["least_budget_bytes"])]) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--device-budget", "1MiB"]) == 1
+    assert capsys.readouterr().out.startswith("does not fit: ")
+
+
+def test_policies_rules_and_candidates(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    rules, first, second = (tmp_path / name for name in ("r.json", "1.json", "2.json"))
+    rules.write_text('{"blocks.*": "storage"}')
+    arguments = ["plan", trace, "--hardware", "h200:ssd=1", "--device-budget", "75%"]
+    assert main([*arguments, "--rules", str(rules), "-o", str(first)]) == 0
+    assert {m.tier.value for m in read_plan(first).migrations} == {"storage"}
+    assert main([*arguments, "--policy", "g10", "--candidate", str(first), "-o", str(second)]) == 0
+    rules.write_text('{"nothing.*": "storage"}')
+    capsys.readouterr()
+    assert main([*arguments, "--rules", str(rules), "-o", str(first)]) == 2
+    assert 'rule "nothing.*" matches no tensor' in capsys.readouterr().err
+
+
+def test_a_plan_for_another_step_is_refused(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    plan, other = tmp_path / "p.json", tmp_path / "other.json"
+    write_trace(gpt_trace(5), other)
+    arguments = ["plan", trace, "--hardware", "h200", "--device-budget", "75%", "-o", str(plan)]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    assert main(["simulate", str(other), str(plan)]) == 2
+    assert "the plan is for another step" in capsys.readouterr().err
+
+
+def test_estimate_tells_what_would_help(capsys: Captured) -> None:
+    small = ["--hardware", "rtx-4090:ssd=1:host=4GiB", "--device-budget", "6GiB"]
+    assert main(["estimate", *LIBRARY, *small, "--json"]) == 0
+    said = loaded(capsys)
+    names = {change["name"] for change in said["changes"]}
+    assert names == {
+        "twice the SSDs",
+        "twice the host memory",
+        "a quarter more device memory",
+        "twice the batch",
+    }
+    for change in said["changes"]:
+        if change["name"] != "twice the batch":
+            assert change["step_ns"] <= said["step_ns"]
+    assert said["bound_ns"] <= said["step_ns"]
+    assert main(["estimate", *LIBRARY, *small]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("It fits.\n")
+    assert "times as fast" in text
+    assert main(["estimate", *LIBRARY, *small[:2], "--device-budget", "1MiB"]) == 1
+    assert capsys.readouterr().out.startswith("It does not fit: ")
+
+
+def test_sweep_never_gets_slower_with_more(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    table, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
+    arguments = ["sweep", trace, "--hardware", "rtx-4090", "--ssds", "1,4"]
+    arguments += ["--device-budgets", "90%,75%,1%", "--host-budgets", "0,1GiB"]
+    assert main([*arguments, "--csv", str(table), "--png", str(picture)]) == 0
+    assert "no fit" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 12
+    fitting = [row for row in rows if row["fits"] == "True"]
+    assert len(fitting) == 8
+    keys = ("device_bytes", "host_bytes", "ssds")
+    for small in fitting:
+        for large in fitting:
+            if all(int(small[key]) <= int(large[key]) for key in keys):
+                assert int(large["step_ns"]) <= int(small["step_ns"])
+    assert main([*arguments, "--device-budgets", "1%", "--json"]) == 1
+    assert not any(cell["fits"] for cell in loaded(capsys)["cells"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["estimate", "--hardware", "h200"], "give a trace file, or --library"),
+        (["sweep", "--hardware", "h200"], "give a trace file, or --library"),
+        (["estimate", "TRACE", "--library", "unet", "--hardware", "h200"], "not both"),
+        (["estimate", "TRACE", "--hardware", "h300"], 'machine "h300" is not one of'),
+        (["estimate", "TRACE", "--hardware", "no.json"], "no.json: cannot be read"),
+        (["estimate", *LIBRARY, "--stages", "0", "--hardware", "h200"], "--stages: expected 1"),
+        (["sweep", "TRACE", "--hardware", "h200", "--ssds", "few"], "'few' is no list of numbers"),
+        (
+            ["estimate", "TRACE", "--hardware", "h200", "--device-budget", "big"],
+            "budget 'big': expected",
+        ),
+        (["trace", "--hardware", "h200", "-o", "t.json"], "give either --model"),
+        (["trace", "--hardware", "h200", "--model", "nothing:f", "-o", "t.json"], "nothing:f"),
+    ],
+)
+def test_wrong_input_has_exit_code_2(
+    arguments: list[str], message: str, trace: str, capsys: Captured
+) -> None:
+    filled = [trace if argument == "TRACE" else argument for argument in arguments]
+    assert main(filled) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_module_of_the_user_on_fake_tensors(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "t.json"
+    arguments = ["trace", "--model", "tests.cli.own_model:build", "--hardware", "h200"]
+    assert main([*arguments, "-o", str(path), "--json"]) == 0
+    said = loaded(capsys)
+    trace = read_trace(path)
+    assert said["sites"] == len(trace.sites)
+    by_kind = {kind: {t.name: t for t in trace.tensors if t.kind is kind} for kind in TensorKind}
+    assert set(by_kind[TensorKind.PARAMETER]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    weight = by_kind[TensorKind.PARAMETER]["0.weight"]
+    assert weight.nbytes == 4 * 512 * 1024
+    assert weight.persistent
+    # in the update alone, which decays it first and adds to it last
+    assert weight.changes == (len(weight.windows) - 2, len(weight.windows) - 1)
+    assert by_kind[TensorKind.GRADIENT]["0.weight.grad"].nbytes == weight.nbytes
+    moments = by_kind[TensorKind.OPTIMIZER_STATE]
+    assert {"0.weight.exp_avg", "0.weight.exp_avg_sq"} <= set(moments)
+    assert all(moment.persistent for moment in moments.values())
+    saved = [t for t in trace.tensors if t.kind is TensorKind.ACTIVATION and len(t.windows) > 1]
+    assert any(t.nbytes == 4 * 64 * 1024 for t in saved)
+    # two products forward, three backward: 2 * 64 * (512 * 1024 + 1024 * 8) each way
+    assert trace.duration_ns > 0

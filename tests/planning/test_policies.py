@@ -1,0 +1,188 @@
+"""Policies of other packages, rules, candidates, the time limit, and plans of coarse steps."""
+
+import json
+import re
+import time
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from teraplan import planners
+from teraplan.check_plan import check_plan
+from teraplan.errors import ConfigError
+from teraplan.hardware import Hardware, Tier
+from teraplan.library.machines import GB, machine_of_teraio
+from teraplan.library.models import Workload, trace_of
+from teraplan.memory_curve import device_curve, least_budget, peak
+from teraplan.plan import Plan
+from teraplan.planners import make_plan
+from teraplan.planners.base import Problem
+from teraplan.planners.coarse import coarsen
+from teraplan.planners.rules import read_rules
+from teraplan.planners.stall_driven import plan_by_stalls
+from teraplan.simulate import predict
+from teraplan.step_trace import StepTrace
+from tests.planning.synthetic import budgets, gpt_trace, machine
+from tests.planning.traces import machines, traces
+
+quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def between(trace: StepTrace, part: float) -> int:
+    least, most = least_budget(trace).nbytes, peak(device_curve(trace))
+    return least + int((most - least) * part)
+
+
+def test_a_policy_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", "teraplan.planners.stall_driven:plan_by_stalls", "teraplan.policies")
+    monkeypatch.setattr(planners, "entry_points", lambda group: EntryPoints([point]))
+    trace = gpt_trace(2)
+    plan = make_plan(trace, machine(), budgets(between(trace, 0.4)), "mine")
+    assert plan.policy == "mine"
+    assert plan.migrations == make_plan(trace, machine(), plan.budgets).migrations
+    with pytest.raises(ConfigError, match='did you mean "mine"'):
+        make_plan(trace, machine(), plan.budgets, "mines")
+
+
+@pytest.mark.parametrize("policy", ["teraplan", "teraio", "g10", "lru", "belady", "zero-infinity"])
+def test_rules_hold_under_every_policy(policy: str) -> None:
+    trace = gpt_trace(4)
+    rules = {"blocks.*": Tier.STORAGE, "blocks.1": Tier.DEVICE, "g0.c0/gelu_3": Tier.HOST}
+    plan = make_plan(trace, machine(6.0, 25.0), budgets(between(trace, 0.6)), policy, rules=rules)
+    moved = {trace.tensors[m.tensor_id].name: m.tier for m in plan.migrations}
+    assert moved
+    assert not [name for name in moved if name.endswith("_1")]
+    for name, tier in moved.items():
+        assert tier is (Tier.HOST if name == "g0.c0/gelu_3" else Tier.STORAGE)
+
+
+def test_a_rule_that_matches_nothing_is_an_error() -> None:
+    trace = gpt_trace(1)
+    with pytest.raises(ConfigError, match=r'rule "layers.9" matches no tensor'):
+        make_plan(trace, machine(), budgets(1 << 40), rules={"layers.9": Tier.HOST})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "expected an object"),
+        ('{"a": "disk"}', "'disk' is not one of"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_wrong_files_of_rules(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_rules(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_rules(tmp_path / "absent.json")
+    path.write_text(json.dumps({"a": "host", "b*": "device"}))
+    assert read_rules(path) == {"a": Tier.HOST, "b*": Tier.DEVICE}
+
+
+def test_a_faster_candidate_is_the_answer_and_a_wrong_one_is_not() -> None:
+    trace = gpt_trace(4)
+    limit = budgets(between(trace, 0.3))
+    ours = make_plan(trace, machine(2.0), limit)
+    taken = make_plan(trace, machine(2.0), limit, "lru", candidates=[ours])
+    assert taken.migrations == ours.migrations
+    assert taken.policy == "teraplan"
+    assert taken.prediction == ours.prediction
+    smaller = budgets(between(trace, 0.1))
+    kept = make_plan(trace, machine(2.0), smaller, candidates=[ours])
+    assert check_plan(kept) == ()
+    assert kept.migrations != ours.migrations
+
+
+@quick
+@given(
+    trace=traces(),
+    hardware=machines(),
+    parts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    factor=st.integers(1, 4),
+)
+def test_more_of_anything_is_never_slower_than_the_plan_before(
+    trace: StepTrace, hardware: Hardware, parts: tuple[float, float], factor: int
+) -> None:
+    low, high = sorted(parts)
+    least, room = least_budget(trace).nbytes, 1 << 40
+    before: Plan | None = None
+    for part, host in ((low, 0), (high, 0), (high, factor * 20_000), (high, room)):
+        limit = budgets(between(trace, part), host_bytes=host)
+        plan = make_plan(trace, hardware, limit, candidates=[before] if before else [])
+        assert limit.device_bytes >= least
+        if before is not None:
+            assert plan.prediction.step_ns <= before.prediction.step_ns
+        before = plan
+
+
+def test_a_time_limit_gives_a_plan_in_time() -> None:
+    workload = Workload(model="llama3-70b", dtype="float32", batch=2, micro_batches=2, stages=2)
+    hardware = machine_of_teraio(385 * GB).hardware
+    trace = trace_of(workload, machine_of_teraio(385 * GB))
+    limit = budgets(94 * GB, host_bytes=385 * GB, storage_bytes=hardware.storage_capacity_bytes)
+    problem = Problem.of(trace, hardware, limit)
+    start = time.monotonic()
+    plan = make_plan(trace, hardware, limit, time_limit_s=0.0)
+    assert time.monotonic() - start < 20
+    assert check_plan(plan) == ()
+    assert problem.pressure().any()
+
+
+@quick
+@given(
+    trace=traces(),
+    hardware=machines(),
+    part=st.floats(0, 1),
+    slots=st.integers(1, 12),
+    host=st.integers(0, 300),
+)
+def test_plans_of_coarse_steps_hold(
+    trace: StepTrace, hardware: Hardware, part: float, slots: int, host: int
+) -> None:
+    limit = budgets(between(trace, part), host_bytes=host * 1000)
+    problem = Problem.of(trace, hardware, limit)
+    coarse = coarsen(problem, slots)
+    assert (coarse.problem.device >= 0).all()
+    migrations = coarse.expand(plan_by_stalls(coarse.problem))
+    plan = make_plan(trace, hardware, limit)
+    made = predict(trace, hardware, migrations)
+    held = Plan(
+        policy="coarse",
+        budgets=limit,
+        hardware=hardware,
+        trace=trace,
+        migrations=migrations,
+        prediction=made,
+    )
+    assert check_plan(held) == ()
+    assert plan.prediction.bound_ns <= made.step_ns
+
+
+@quick
+@given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
+def test_the_policy_in_the_documents_works(
+    trace: StepTrace, hardware: Hardware, part: float
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "adding-a-policy.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    assert len(example.splitlines()) < 50
+    names: dict[str, Any] = {}
+    exec(compile(example, "adding-a-policy.md", "exec"), names)
+    limit = budgets(between(trace, part))
+    problem = Problem.of(trace, hardware, limit)
+    migrations = names["plan_by_size"](problem)
+    plan = Plan(
+        policy="by-size",
+        budgets=limit,
+        hardware=hardware,
+        trace=trace,
+        migrations=migrations,
+        prediction=predict(trace, hardware, migrations),
+    )
+    assert check_plan(plan) == ()
