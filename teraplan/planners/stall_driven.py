@@ -10,10 +10,12 @@ place transfers by the times of sites as they are with the waits. The search end
 meets the lower bound (`bound`) or its number of attempts, which depends on the size of the step
 alone, is used up. So the same input always gives the same plan.
 
-To make more memory never slower, plans for smaller budgets are tried too: those at the eighths of
-the way from the least budget to the unlimited peak that lie below the budget, if the bound does not
-rule them out. So a budget at or above such an eighth is never slower than the eighth itself. In
-steps that are not large the baseline's plans are among the attempts.
+To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
+periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
+the budget, if the bound does not rule them out. So a budget at or above such an eighth is never
+slower than the eighth itself. In such steps the baseline's plans are among the attempts, and the
+best plan of a step of up to 60 is polished (`polish`). A step of more than 1,000 is planned on a
+coarse copy (`coarse`).
 """
 
 import hashlib
@@ -62,7 +64,7 @@ _WEIGHTS = (0.3, 1.0)
 """How much the price of a transfer counts beside the order of the attempt that it repairs."""
 _BACKLOG = 4
 """A wait makes transfers dearer for this many times its length before it."""
-_MANY = 1500
+_MANY = 1000
 """Idle periods from which on the step is planned coarsely."""
 _FEW = 60
 """Idle periods up to which a plan is polished."""
@@ -114,7 +116,8 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
     """The best of this budget and of the rungs below it."""
     simulator = Simulator(problem.trace, problem.hardware)
     best = _Search(problem, simulator).run()
-    for rung in _rungs(problem):
+    few = len(problem.lifetimes) <= _NEAR
+    for rung in _rungs(problem) if few else ():
         lower = replace(problem, limit_bytes=rung)
         if best is not None and _bound(lower) >= best.cost[0]:
             break
