@@ -59,15 +59,14 @@ def _compare(cases: Iterable[Case], policies: Sequence[str]) -> list[dict[str, o
     return results
 
 
-def _paper(policies: Sequence[str]) -> dict[str, object]:
-    results: dict[str, object] = {}
-    for dtype in ("float32", "bfloat16"):
-        found = _compare(paper_cases(dtype), policies)
-        results[dtype] = found
-        for index, policy in enumerate(policies):
-            parts = [_number(_rows(case)[index]["part_of_ideal"]) for case in found]
-            print(f"  mean of {policy} in {dtype}: {statistics.mean(parts):.3f}")
-    return results
+def _paper(policies: Sequence[str], dtype: str) -> dict[str, object]:
+    found = _compare(paper_cases(dtype), policies)
+    means: dict[str, float] = {}
+    for index, policy in enumerate(policies):
+        parts = [_number(_rows(case)[index]["part_of_ideal"]) for case in found]
+        means[policy] = round(statistics.mean(parts), 4)
+        print(f"  mean of {policy} in {dtype}: {means[policy]:.3f}")
+    return {"cases": found, "mean_part_of_ideal": means}
 
 
 def _rows(result: dict[str, object]) -> list[dict[str, object]]:
@@ -153,11 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="?", choices=("paper", "grid", "speed"), default=None)
     parser.add_argument("--policies", default=None, help="with commas; all if not given")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="of `paper`")
     parser.add_argument("--largest", type=int, default=1_200_000, help="most sites of `speed`")
     options = parser.parse_args()
     policies = options.policies.split(",") if options.policies else None
     if options.what in (None, "paper"):
-        write_results("planning_paper", _paper(policies or ("teraplan", "teraio")))
+        for dtype in options.dtypes.split(","):
+            results = _paper(policies or ("teraplan", "teraio"), dtype)
+            write_results(f"planning_paper_{dtype}", results)
     if options.what in (None, "grid"):
         write_results("planning_grid", _grid(policies or _SMALL))
     if options.what in (None, "speed"):

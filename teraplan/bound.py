@@ -11,24 +11,36 @@ no idle period crosses a site, the parts of the step before and after it add up.
 And in each step no fewer bytes are read than the fewest that idle periods which end in the step
 must have, if what is over the budget is to be away everywhere. Taken byte by byte, the period that
 ends last is the best to take where bytes are missing (Belady); what is idle across the end of the
-step counts as away there for nothing.
+step counts as away there for nothing. What one tier cannot hold goes over the links of the others.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.hardware import Hardware, Link
+from teraplan.hardware import Hardware, Link, Tier
 from teraplan.lifetimes import Lifetimes
 from teraplan.memory_curve import Curve, sum_ranges
 
 
-def step_bound_ns(periods: Lifetimes, hardware: Hardware, pressure: Curve) -> int:
-    """A time in ns that no valid plan can beat, given the bytes over the budget per interval."""
+def step_bound_ns(
+    periods: Lifetimes,
+    hardware: Hardware,
+    pressure: Curve,
+    rooms: Mapping[Tier, int] | None = None,
+) -> int:
+    """A time in ns that no valid plan can beat.
+
+    Args:
+        periods: what can be elsewhere.
+        hardware: the machine.
+        pressure: the bytes over the budget per interval.
+        rooms: the most bytes in each other tier; None is no limit.
+    """
     ideal_ns = periods.trace.duration_ns
-    links = [link for link in (hardware.host_link, hardware.storage_link) if link is not None]
+    links = list(_by_tier(hardware).values())
     if not links or not pressure.any():
         return ideal_ns
     out, back = _fastest(links)
@@ -38,6 +50,15 @@ def step_bound_ns(periods: Lifetimes, hardware: Hardware, pressure: Curve) -> in
         )
     born = _newborn(periods, pressure)
     to_write, to_read = born[0] * (1e9 / out), born[1] * (1e9 / back)
+    crowded = 0.0
+    for tier, link in _by_tier(hardware).items():
+        # what the other tiers cannot hold goes over this link
+        room = None if rooms is None else sum(n for other, n in rooms.items() if other is not tier)
+        if room is not None:
+            alone = _fastest([link])
+            to_write = np.maximum(to_write, (born[0] - room) * (1e9 / alone[0]))
+            to_read = np.maximum(to_read, (born[1] - room) * (1e9 / alone[1]))
+            crowded = max(crowded, (float(pressure.max()) - room) * 1e9 / alone[1])
     at = periods.site_ns[: periods.num_sites + 1].astype(np.float64)
     total, reached = 0.0, 0
     for first, last in _islands(periods):
@@ -49,7 +70,12 @@ def step_bound_ns(periods: Lifetimes, hardware: Hardware, pressure: Curve) -> in
         reached = last
     total += float(at[-1] - at[reached])
     repeated = least_read_bytes(periods, pressure) * 1e9 / back
-    return max(ideal_ns, int(max(total, repeated)))
+    return max(ideal_ns, int(max(total, repeated, crowded)))
+
+
+def _by_tier(hardware: Hardware) -> dict[Tier, Link]:
+    links = {Tier.HOST: hardware.host_link, Tier.STORAGE: hardware.storage_link}
+    return {tier: link for tier, link in links.items() if link is not None}
 
 
 def _fastest(links: Sequence[Link]) -> tuple[int, int]:

@@ -78,7 +78,7 @@ def make_plan(
     )
     require_feasible(asked)
     migrations = planner(asked)
-    bound_ns = step_bound_ns(problem.lifetimes, hardware, problem.pressure())
+    bound_ns = step_bound_ns(problem.lifetimes, hardware, problem.pressure(), problem.tier_bytes)
     prediction = replace(predict(trace, hardware, migrations), bound_ns=bound_ns)
     plan = Plan(
         policy=policy,

@@ -132,7 +132,9 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
 
 
 def _bound(problem: Problem) -> int:
-    return step_bound_ns(problem.lifetimes, problem.hardware, problem.pressure())
+    return step_bound_ns(
+        problem.lifetimes, problem.hardware, problem.pressure(), problem.tier_bytes
+    )
 
 
 def _rungs(problem: Problem) -> list[int]:
@@ -268,12 +270,12 @@ class _Search:
         """Makes, simulates and perhaps keeps one plan; nothing if the search is over."""
         if self._done():
             return
+        self._left -= 1
         periods = self._problem.lifetimes
         rows = choose(periods, pressure, order(periods, pressure))
         moves = None if rows is None else assign(self._problem, rows, spread)
         if moves is None or not self._is_new(moves, pace, arrive):
             return
-        self._left -= 1
         migrations = place(self._problem, moves, arrive, pace)
         timing = self._simulator.run(migrations)
         sizes = periods.nbytes[moves.rows]

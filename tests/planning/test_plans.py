@@ -85,6 +85,17 @@ def test_bound_is_below_every_plan(trace: StepTrace, hardware: Hardware, part: f
 
 
 @quick
+@given(trace=traces(), hardware=machines(), part=st.floats(0, 1), host=st.integers(0, 200))
+def test_bound_holds_where_host_memory_is_short(
+    trace: StepTrace, hardware: Hardware, part: float, host: int
+) -> None:
+    limit = budgets(between(trace, part), host_bytes=host * 1000)
+    for policy in ("teraplan", "lru", "zero-infinity"):
+        said = make_plan(trace, hardware, limit, policy).prediction
+        assert 0 < said.bound_ns <= said.step_ns or said.step_ns == 0
+
+
+@quick
 @given(trace=traces(), hardware=machines(), rung=st.integers(0, 6))
 def test_an_eighth_more_memory_is_never_slower(
     trace: StepTrace, hardware: Hardware, rung: int
