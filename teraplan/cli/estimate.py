@@ -139,7 +139,8 @@ def _lines(
     ]
     if plan is not None:
         said = plan.prediction
-        ideal = f"{said.ideal_ns / said.step_ns:.1%} of the ideal {format_ns(said.ideal_ns)}"
+        part = said.ideal_ns / said.step_ns if said.step_ns else 1.0
+        ideal = f"{part:.1%} of the ideal {format_ns(said.ideal_ns)}"
         rows.append(("predicted step", f"{format_ns(said.step_ns)}, {ideal}"))
         if said.gap is not None:
             rows.append(("could be faster by at most", f"{1 - 1 / (1 + said.gap):.1%}"))
@@ -156,7 +157,7 @@ def _lines(
             table.append((f"  {change.name}", "does not fit", ""))
             continue
         each = _time_per_sample(change)
-        gain = f"{now / each:.2f} times as fast" if now else ""
+        gain = f"{now / each:.2f} times as fast" if now and each else ""
         table.append((f"  {change.name}", format_ns(change.plan.prediction.step_ns), gain))
     yield from aligned(table, "<><")
 

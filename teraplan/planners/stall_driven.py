@@ -1,12 +1,12 @@
 """The planner "teraplan": many ways to place transfers, each simulated and repaired from its waits.
 
-    pressure -> victims (5 orders) -> tiers (3 spreads) -> placement (3 paces) -> simulate
+    pressure -> victims (5 orders) -> tiers (4 spreads) -> placement (3 paces) -> simulate
         ^                                                       |                    |
         +---- more bytes away before the sites that wait <------+-- real times <-----+
 
 Only what is over the budget is moved. The simulation of the best attempt says where the computation
-waits: there, later attempts ask for more free memory, so that copies in can start earlier, and they
-place transfers by the times of sites as they are with the waits. The search ends when an attempt
+waits: there, later attempts ask for more free memory, so that copies in can start earlier, take
+transfers there as dearer, and place them by the times of sites as they are with the waits. The search ends when an attempt
 meets the lower bound (`bound`) or its number of attempts, which depends on the size of the step
 alone, is used up. So the same input always gives the same plan.
 

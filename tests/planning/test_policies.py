@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import replace
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from teraplan import planners
 from teraplan.check_plan import check_plan
-from teraplan.errors import ConfigError
+from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.hardware import Hardware, Tier
 from teraplan.library.machines import GB, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
@@ -186,3 +187,38 @@ def test_the_policy_in_the_documents_works(
         prediction=predict(trace, hardware, migrations),
     )
     assert check_plan(plan) == ()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    trace=traces(),
+    hardware=machines(),
+    part=st.floats(-0.2, 1.2),
+    rooms=st.tuples(st.integers(0, 200), st.integers(0, 200)),
+    without=st.sampled_from(["", "host_link", "storage_link", "both"]),
+    port=st.booleans(),
+    policy=st.sampled_from(sorted(planners.POLICIES)),
+)
+def test_a_plan_that_holds_or_an_error_that_says_why_not(
+    trace: StepTrace,
+    hardware: Hardware,
+    part: float,
+    rooms: tuple[int, int],
+    without: str,
+    port: bool,
+    policy: str,
+) -> None:
+    gone = {"both": ("host_link", "storage_link")}.get(without, (without,))
+    hardware = replace(hardware, **dict.fromkeys((name for name in gone if name), None))
+    if port:
+        hardware = replace(hardware, device_port=hardware.host_link or hardware.storage_link)
+    limit = budgets(
+        max(between(trace, part), 0), host_bytes=rooms[0] * 1000, storage_bytes=rooms[1] * 1000
+    )
+    try:
+        plan = make_plan(trace, hardware, limit, policy)
+    except InfeasibleBudgetError as error:
+        assert str(error)
+        return
+    assert check_plan(plan) == ()
+    assert plan.prediction.bound_ns <= plan.prediction.step_ns
