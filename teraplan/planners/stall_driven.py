@@ -6,9 +6,9 @@
 
 Only what is over the budget is moved. The simulation of the best attempt says where the computation
 waits: there, later attempts ask for more free memory, so that copies in can start earlier, take
-transfers there as dearer, and place them by the times of sites as they are with the waits. The search ends when an attempt
-meets the lower bound (`bound`) or its number of attempts, which depends on the size of the step
-alone, is used up. So the same input always gives the same plan.
+transfers there as dearer, and place them by the times of sites as they are with the waits. The
+search ends when an attempt meets the lower bound (`bound`) or its number of attempts, which depends
+on the size of the step alone, is used up. So the same input always gives the same plan.
 
 To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
