@@ -155,4 +155,4 @@ def polish(
     return tuple(sorted(found, key=lambda m: m.leave))
 
 
-_SIMULATIONS, _WORK, _LOOKS = 500, 12_000, 8
+_SIMULATIONS, _WORK, _LOOKS = 300, 9_000, 6

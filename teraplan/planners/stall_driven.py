@@ -115,20 +115,29 @@ def _num_slots(problem: Problem) -> int:
 def _search_all(problem: Problem) -> tuple[Migration, ...]:
     """The best of this budget and of the rungs below it."""
     simulator = Simulator(problem.trace, problem.hardware)
-    best = _Search(problem, simulator).run()
+    best = _solve(problem, simulator)
     few = len(problem.lifetimes) <= _NEAR
     for rung in _rungs(problem) if few else ():
         lower = replace(problem, limit_bytes=rung)
         if best is not None and _bound(lower) >= best.cost[0]:
             break
-        found = _Search(lower, simulator).run()
+        found = _solve(lower, simulator)
         if found is not None and (best is None or found.cost < best.cost):
             best = found
     if best is None:
         raise no_placement(problem)
-    if len(problem.lifetimes) > _FEW:
-        return best.migrations
-    return polish(problem, simulator, best.migrations, best.cost[0], _bound(problem))
+    return best.migrations
+
+
+def _solve(problem: Problem, simulator: Simulator) -> _Attempt | None:
+    """The best for one budget, polished where the step is small."""
+    best = _Search(problem, simulator).run()
+    if best is None or len(problem.lifetimes) > _FEW:
+        return best
+    found = polish(problem, simulator, best.migrations, best.cost[0], _bound(problem))
+    timing, tensors = simulator.run(found), problem.trace.tensors
+    cost = (timing.step_ns, sum(tensors[m.tensor_id].nbytes for m in found))
+    return replace(best, migrations=found, timing=timing, cost=cost)
 
 
 def _bound(problem: Problem) -> int:

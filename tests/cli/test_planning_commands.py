@@ -84,6 +84,7 @@ def test_a_plan_for_another_step_is_refused(trace: str, tmp_path: Path, capsys: 
     assert "the plan is for another step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_estimate_tells_what_would_help(capsys: Captured) -> None:
     small = ["--hardware", "rtx-4090:ssd=1:host=1GiB", "--device-budget", "75%"]
     assert main(["estimate", *UNET, *small, "--json"]) == 0

@@ -208,8 +208,10 @@ def test_a_plan_that_holds_or_an_error_that_says_why_not(
     port: bool,
     policy: str,
 ) -> None:
-    gone = {"both": ("host_link", "storage_link")}.get(without, (without,))
-    hardware = replace(hardware, **dict.fromkeys((name for name in gone if name), None))
+    if without in ("host_link", "both"):
+        hardware = replace(hardware, host_link=None)
+    if without in ("storage_link", "both"):
+        hardware = replace(hardware, storage_link=None)
     if port:
         hardware = replace(hardware, device_port=hardware.host_link or hardware.storage_link)
     limit = budgets(
