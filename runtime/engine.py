@@ -170,7 +170,11 @@ class Engine:
 
     def _forget_lost(self) -> None:
         """Nobody waits for anything: forget what an interrupt has left half done."""
-        self._of_step = []
+        for saved in self._of_step:
+            saved.tensor = saved.arrival = None
+            if saved.copy is not None:
+                saved.copy.drop()
+                saved.copy = None
         self._by_storage.clear()
         self._resident.clear()
         self.managed_bytes = 0
