@@ -121,8 +121,9 @@ def initialize(module: object) -> None:
 
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        bias: object = getattr(module, "bias", None)
+        if isinstance(bias, nn.Parameter):
+            nn.init.zeros_(bias)
     elif isinstance(module, nn.LayerNorm):
         module.reset_parameters()
     else:

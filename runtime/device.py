@@ -62,6 +62,7 @@ class Beside(Protocol):
     @property
     def total_bytes(self) -> int:
         """Of all its tensors, on the device or not."""
+        ...
 
 
 class Device(ABC):

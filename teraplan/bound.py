@@ -92,7 +92,7 @@ def least_read_bytes(periods: Lifetimes, pressure: Curve) -> int:
     start, end, nbytes = periods.start, periods.end, periods.nbytes
     wraps = end > num_sites
     late = zip(start[wraps].tolist(), end[wraps].tolist(), nbytes[wraps].tolist(), strict=True)
-    free = sum_ranges(num_sites, ((a, num_sites, n) for a, b, n in late if a < num_sites))
+    free = sum_ranges(num_sites, ((a, num_sites, n) for a, _, n in late if a < num_sites))
     missing = np.maximum(pressure - free, 0)
     # what wraps is read at its end in this step; before that it is away from the beginning
     first = np.where(wraps, np.maximum(start - num_sites, 0), start)

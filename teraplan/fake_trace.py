@@ -10,7 +10,7 @@ to one parameter is a few operations on that parameter's tensors (`foreach=False
 import importlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,7 +49,7 @@ def trace_of_module(factory: Factory, machine: Machine) -> StepTrace:
         UnsupportedError: if an operation needs values, which fake tensors do not have.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        made: object = factory()
+        made = cast("object", factory())
         if not (isinstance(made, tuple) and len(made) == 2):
             raise ConfigError("the factory must return a module and a tuple of its inputs")
         module, inputs = made

@@ -16,7 +16,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
+import torch.optim.optimizer as torch_optimizer
 
 from teraplan.errors import UnsupportedError
 from teraplan.runtime.state.training_state import TrainingState
@@ -273,7 +273,7 @@ def _called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, di
     if "closure" in kwargs:
         kwargs["closure"] = again
         return args, kwargs
-    return (args[0], again, *args[2:]), kwargs
+    return (*args[:1], again, *args[2:]), kwargs
 
 
 def _calling(owner: "weakref.ref[OptimizerSteps]", method: str) -> Callable[..., Any]:

@@ -58,6 +58,7 @@ class Reports(Protocol):
 
     def pass_on(self, store: "Store", chunk: Chunk) -> bool:
         """Whether another store has taken `chunk`, being sooner done. With the lock held."""
+        ...
 
     def worker_died(self, store: "Store", error: BaseException) -> None:
         """A worker met a bug; what it had taken will not end."""

@@ -47,7 +47,11 @@ def _run(options: argparse.Namespace) -> int:
             time_limit_s=options.time_limit,
         )
     except InfeasibleBudgetError as error:
-        report = {"fits": False, "least_budget_bytes": error.least_budget_bytes, "why": str(error)}
+        report: dict[str, object] = {
+            "fits": False,
+            "least_budget_bytes": error.least_budget_bytes,
+            "why": str(error),
+        }
         if options.json:
             emit_json(report)
         else:

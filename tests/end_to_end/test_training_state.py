@@ -73,6 +73,7 @@ def training(
         this.compile(net)
         optimizer = make_optimizer([p for p in net.parameters() if p.requires_grad])
         for step in range(STEPS):
+            loss = torch.zeros(())
             for micro in range(accumulate):
                 loss = net(*net.batch(step * accumulate + micro)) / accumulate
                 torch.autograd.backward(loss)

@@ -45,7 +45,7 @@ class FaultyCalls:
     """Counts the calls and lets those fail that the schedule names."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        self.counts = dict.fromkeys(CALLS, 0)
+        self.counts: dict[str, int] = dict.fromkeys(CALLS, 0)
         self.num_injected = 0
         self._faults = tuple(faults)
         self._lock = threading.Lock()

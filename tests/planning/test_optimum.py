@@ -60,7 +60,11 @@ def gaps_of(count: int) -> list[float]:
         deadline=None,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ],
     )
     @given(
         trace=traces(max_tensors=3, persistent=False),
