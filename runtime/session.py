@@ -347,7 +347,8 @@ class Session:
             return
         case.corrections += 1
         log.info("peak was %s, budget %s", format_nbytes(actual), format_nbytes(budget))
-        beyond = max(int((actual - budget) * _CORRECTION_FACTOR), _headroom_bytes(budget))
+        least = int(budget * _HEADROOM_FRACTION)
+        beyond = max(int((actual - budget) * _CORRECTION_FACTOR), least)
         if self._hold_back(case, case.reserve_bytes + beyond):
             return
         case.corrections = _MAX_CORRECTIONS
@@ -357,16 +358,12 @@ class Session:
         )
 
     def _hold_back(self, case: Case, reserve_bytes: int) -> bool:
-        """Plan with `reserve_bytes` held back, or with as much as can be; False if that is less."""
+        """Plan with `reserve_bytes` held back; False if nothing fits then, and the old plan stays."""
         before, case.reserve_bytes = case.reserve_bytes, reserve_bytes
-        assert case.schedule is not None
         try:
             self._follow(case, self.plans.make(case))
-        except InfeasibleBudgetError as error:
-            missing = error.least_budget_bytes - case.schedule.plan.budgets.device_bytes
+        except InfeasibleBudgetError:
             case.reserve_bytes = before
-            if before < reserve_bytes - missing < reserve_bytes:
-                self._hold_back(case, reserve_bytes - missing)
             return False
         return True
 
