@@ -358,7 +358,7 @@ class Session:
         )
 
     def _hold_back(self, case: Case, reserve_bytes: int) -> bool:
-        """Plan with `reserve_bytes` held back; False if nothing fits then, and the old plan stays."""
+        """Plan with `reserve_bytes` held back; False if nothing fits then: the old plan stays."""
         before, case.reserve_bytes = case.reserve_bytes, reserve_bytes
         try:
             self._follow(case, self.plans.make(case))

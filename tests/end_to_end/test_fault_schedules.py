@@ -5,6 +5,7 @@ with no file, thread or byte of storage left, and the next run on the same graph
 """
 
 import gc
+import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ import torch
 from tests.end_to_end.faulty_training import FAULTS, FaultyTraining, Outcome, random_faults
 from tests.fakes.faulty_calls import Fault
 
-SCHEDULES = 1000
+EXHAUSTIVE = bool(os.environ.get("TERAPLAN_TEST_EXHAUSTIVE"))
+"""All operations and schedules, some ten minutes; without it, a sample of them."""
+SCHEDULES = 1000 if EXHAUSTIVE else 60
 ABSORBED = ("short", "slow")
 """What must never end a run."""
 
@@ -54,7 +57,7 @@ def test_fail_the_kth_operation(
     workload: FaultyTraining, call: str, what: int | str, times: int
 ) -> None:
     outcomes: list[Outcome] = []
-    for at in range(1, 1000):
+    for at in range(1, 1000, 1 if EXHAUSTIVE else 9):
         outcome = workload.round(Fault(call=call, what=what, at=at, times=times))
         outcomes.append(outcome)
         if not outcome.num_injected:
@@ -78,15 +81,15 @@ def test_random_schedules(workload: FaultyTraining) -> None:
             error.add_note(f"seed {seed}: {', '.join(map(str, faults))}")
             raise
         ends[type(outcome.error).__name__] += 1
-    assert ends["NoneType"] > 10
-    assert sum(ends.values()) - ends["NoneType"] > 10
+    assert ends["NoneType"] > 2
+    assert sum(ends.values()) - ends["NoneType"] > 2
 
 
 @pytest.mark.slow
 def test_interrupts_at_any_time_leave_everything_usable(workload: FaultyTraining) -> None:
     num_interrupted = 0
-    for seed in range(100):
+    for seed in range(100 if EXHAUSTIVE else 30):
         num_interrupted += workload.interrupted_round(random.Random(seed).uniform(0.0005, 0.04))
         if seed % 10 == 9:
             assert workload.round().error is None
-    assert num_interrupted > 10
+    assert num_interrupted > (10 if EXHAUSTIVE else 2)

@@ -24,6 +24,7 @@ def _page_cache_bytes() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_thousand_steps_leave_nothing_behind() -> None:
     program = training(lambda: MLP(rows=ROWS), MLP(rows=ROWS).batch, steps=6)
     budget = tight(program, unlimited(program), 0.5).options["device_budget"]

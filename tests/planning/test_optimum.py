@@ -102,6 +102,7 @@ def test_near_the_optimum_on_small_instances() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_near_the_optimum_on_many_small_instances() -> None:
     gaps = gaps_of(220)
     assert len(gaps) == 220

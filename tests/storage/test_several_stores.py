@@ -63,6 +63,7 @@ def _read_all(storage: Storage, records: list[Record], tensor: Bytes, memory: Me
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("factors", [(1, 1), (1, 0.5), (1, 1, 0.5, 0.5), (1, 1, 0.1)])
 def test_speeds_of_all_stores_add_up(
     open_in: Callable[..., Storage], memory: Memory, factors: tuple[float, ...]
@@ -83,6 +84,7 @@ def test_speeds_of_all_stores_add_up(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_store_that_becomes_ten_times_slower_gets_less(
     open_in: Callable[..., Storage], memory: Memory
 ) -> None:
