@@ -20,6 +20,7 @@ from tests.fakes.faulty_calls import Fault
 EXHAUSTIVE = bool(os.environ.get("TERAPLAN_TEST_EXHAUSTIVE"))
 """All operations and schedules, some ten minutes; without it, a sample of them."""
 SCHEDULES = 1000 if EXHAUSTIVE else 60
+pytestmark = pytest.mark.exhaustive
 ABSORBED = ("short", "slow")
 """What must never end a run."""
 

@@ -94,6 +94,7 @@ def gaps_of(count: int) -> list[float]:
     return gaps
 
 
+@pytest.mark.slow
 def test_near_the_optimum_on_small_instances() -> None:
     gaps = gaps_of(12)
     assert len(gaps) == 12
