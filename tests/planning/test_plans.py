@@ -95,6 +95,7 @@ def test_bound_holds_where_host_memory_is_short(
         assert 0 < said.bound_ns <= said.step_ns or said.step_ns == 0
 
 
+@pytest.mark.slow
 @quick
 @given(trace=traces(), hardware=machines(), rung=st.integers(0, 6))
 def test_an_eighth_more_memory_is_never_slower(
@@ -106,6 +107,7 @@ def test_an_eighth_more_memory_is_never_slower(
     assert make_plan(trace, hardware, budgets(large)).prediction.step_ns <= slow
 
 
+@pytest.mark.slow
 @quick
 @given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
 def test_same_input_same_plan(trace: StepTrace, hardware: Hardware, part: float) -> None:

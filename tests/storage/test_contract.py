@@ -244,7 +244,7 @@ def _flip(storage: Storage, bit: int) -> None:
 def test_a_wait_ends_with_its_deadline(open_storage: OpenStorage, memory: Memory) -> None:
     gate = threading.Event()
     block = memory(MIB, seed=1)
-    storage = open_storage(deadline_s=0.2)
+    storage = open_storage(deadline_s=1.0)
     with storage:
         running = threading.Event()
 
