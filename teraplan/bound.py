@@ -40,7 +40,7 @@ def step_bound_ns(
         rooms: the most bytes in each other tier; None is no limit.
     """
     ideal_ns = periods.trace.duration_ns
-    links = list(_by_tier(hardware).values())
+    links = list(links_of(hardware).values())
     if not links or not pressure.any():
         return ideal_ns
     out, back = _fastest(links)
@@ -51,7 +51,7 @@ def step_bound_ns(
     born = _newborn(periods, pressure)
     to_write, to_read = born[0] * (1e9 / out), born[1] * (1e9 / back)
     crowded = 0.0
-    for tier, link in _by_tier(hardware).items():
+    for tier, link in links_of(hardware).items():
         # what the other tiers cannot hold goes over this link
         room = None if rooms is None else sum(n for other, n in rooms.items() if other is not tier)
         if room is not None:
@@ -73,7 +73,8 @@ def step_bound_ns(
     return max(ideal_ns, int(max(total, repeated, crowded)))
 
 
-def _by_tier(hardware: Hardware) -> dict[Tier, Link]:
+def links_of(hardware: Hardware) -> dict[Tier, Link]:
+    """The links that the machine has, by the tier they lead to."""
     links = {Tier.HOST: hardware.host_link, Tier.STORAGE: hardware.storage_link}
     return {tier: link for tier, link in links.items() if link is not None}
 

@@ -85,12 +85,15 @@ def pressure_curve(
     return np.maximum(device_curve(trace, migrations) - budget_bytes, 0)
 
 
-def tier_curve(trace: StepTrace, migrations: Iterable[Migration], tier: Tier) -> Curve:
+def tier_curve(
+    trace: StepTrace, migrations: Iterable[Migration], tier: Tier, spare_sites: int = 0
+) -> Curve:
     """Bytes that a plan occupies in `tier`, which is not the device.
 
     A copy takes its space from the site where it starts out until it is back, and up to the end of
     the last later migration of the same tensor that relies on it (`clean`), which for a persistent
-    tensor can be in the next step.
+    tensor can be in the next step. With `spare_sites` it takes the space so many sooner and longer,
+    but for no longer than a step.
     """
     num_sites = len(trace.sites)
     held: dict[int, list[tuple[int, int]]] = {}
@@ -113,9 +116,14 @@ def tier_curve(trace: StepTrace, migrations: Iterable[Migration], tier: Tier) ->
     return sum_ranges(
         num_sites,
         (
-            (start, end, tensors[tensor_id].nbytes)
+            (
+                start - spare_sites,
+                min(end + spare_sites, start - spare_sites + num_sites),
+                tensors[tensor_id].nbytes,
+            )
             for tensor_id, ranges in held.items()
             for start, end in ranges
+            if end > start
         ),
     )
 

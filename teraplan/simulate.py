@@ -55,6 +55,8 @@ class Transfer:
     nbytes: int
     start_ns: int
     end_ns: int
+    steps_before: int
+    """By how many steps its migration began before this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -239,23 +241,24 @@ class _Run:
 
     def _transfers(self, begin: float, end: float) -> tuple[Transfer, ...]:
         channels = self._channels
+        count, last = len(self._migrations), self._num_steps - 1
         found: list[tuple[float, Tier, Direction, int, int]] = []
         for (key, side), number in self._numbers.items():
             if begin <= channels.start[number] < end:
-                index = key % len(self._migrations)
                 direction = Direction.BACK if side else Direction.OUT
-                tier = self._migrations[index].tier
-                found.append((channels.start[number], tier, direction, index, number))
+                tier = self._migrations[key % count].tier
+                found.append((channels.start[number], tier, direction, key, number))
         return tuple(
             Transfer(
-                migration=index,
+                migration=key % count,
                 direction=direction,
                 tier=tier,
                 nbytes=channels.nbytes[number],
                 start_ns=round(start - begin),
                 end_ns=round(channels.end[number] - begin),
+                steps_before=last - (key // count - 1),
             )
-            for start, tier, direction, index, number in sorted(found)
+            for start, tier, direction, key, number in sorted(found)
         )
 
 

@@ -80,6 +80,15 @@ class Problem:
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         return np.clip(self.device - limit, 0, self.idle)
 
+    def tier_span(self, row: int) -> tuple[int, int]:
+        """From where to where a tensor takes space in another tier in the idle period `row`.
+
+        At most one step; may begin before site 0, which is then in the step before.
+        """
+        periods, spare = self.lifetimes, self.spare_sites
+        first = int(periods.start[row]) - spare
+        return first, min(int(periods.end[row]) + spare, first + periods.num_sites)
+
 
 Planner = Callable[[Problem], tuple[Migration, ...]]
 

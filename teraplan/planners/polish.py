@@ -54,7 +54,7 @@ class _Polish:
         if (self._fixed + managed > problem.limit_bytes).any():
             return False
         return all(
-            (tier_curve(problem.trace, plan, tier) <= size).all()
+            (tier_curve(problem.trace, plan, tier, problem.spare_sites) <= size).all()
             for tier, size in problem.tier_bytes.items()
         )
 

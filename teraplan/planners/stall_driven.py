@@ -20,7 +20,6 @@ coarse copy (`coarse`).
 
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -55,7 +54,7 @@ from teraplan.planners.victims import (
     longest_idle,
 )
 from teraplan.run_record import Direction
-from teraplan.simulate import Simulator, Timing, predict
+from teraplan.simulate import Simulator, Timing
 
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
@@ -102,22 +101,10 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
         coarse = coarsen(problem, _num_slots(problem))
         simulator = Simulator(coarse.problem.trace, problem.hardware)
         found = _Search(coarse.problem, simulator).run()
-        if found is None:
-            raise no_placement(problem)
-        expanded = coarse.expand(found.migrations)
-        if _tiers_hold(problem, expanded):
-            return with_reasons(problem, expanded)
+        if found is not None:
+            return with_reasons(problem, coarse.expand(found.migrations))
+        # whole slots need more of the other tiers than the step does, and these are nearly full
     return with_reasons(problem, _search_all(problem))
-
-
-def _tiers_hold(problem: Problem, migrations: Sequence[Migration]) -> bool:
-    """Whether host and storage have the room: what shares a slot there need not share a site."""
-    made = predict(problem.trace, problem.hardware, migrations)
-    budgets = problem.budgets
-    return (
-        made.host_peak_bytes <= budgets.host_bytes
-        and made.storage_peak_bytes <= budgets.storage_bytes
-    )
 
 
 def _num_slots(problem: Problem) -> int:

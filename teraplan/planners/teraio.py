@@ -128,15 +128,20 @@ class _State:
 
     def has_space(self, row: int, tier: Tier) -> bool:
         """Whether the tier can hold the tensor during the period."""
-        start, end = int(self.periods.start[row]), int(self.periods.end[row])
+        start, end = self.problem.tier_span(row)
         return self.space[tier].least(start, end) >= int(self.periods.nbytes[row])
+
+    def hold(self, row: int, tier: Tier) -> None:
+        """Takes the space for that."""
+        start, end = self.problem.tier_span(row)
+        self.space[tier].add(start, end, -int(self.periods.nbytes[row]))
 
     def take(self, slot: _Slot) -> None:
         """Books bandwidth, space and the bytes that are away."""
         start, end = int(self.periods.start[slot.row]), int(self.periods.end[slot.row])
         nbytes = int(self.periods.nbytes[slot.row])
         self.over.add(slot.gone, slot.back, -nbytes)
-        self.space[slot.tier].add(start, end, -nbytes)
+        self.hold(slot.row, slot.tier)
         _book(self.out[slot.tier], range(start, slot.gone), nbytes)
         _book(self.back[slot.tier], range(end - 1, slot.back - 1, -1), nbytes)
         for rows in self.open.values():
@@ -271,6 +276,6 @@ def _on_demand(state: _State, planned: list[int]) -> list[_Slot]:
         if tier is None:
             raise no_placement(state.problem)
         start, end = int(periods.start[row]), int(periods.end[row])
-        state.space[tier].add(start, end, -int(periods.nbytes[row]))
+        state.hold(row, tier)
         slots.append(_Slot(row=row, tier=tier, gone=start, back=end))
     return slots

@@ -76,13 +76,8 @@ class _Assignment:
     def choose(self, i: int, spread: Spread) -> Tier | None:
         """The tier of one period, whose space and load it takes; None if no tier has room."""
         periods, row = self._problem.lifetimes, int(self._rows[i])
-        start, end, nbytes = (
-            int(periods.start[row]),
-            int(periods.end[row]),
-            int(periods.nbytes[row]),
-        )
-        spare = self._problem.spare_sites
-        start, end = start - spare, min(end + spare, start - spare + periods.num_sites)
+        nbytes = int(periods.nbytes[row])
+        start, end = self._problem.tier_span(row)
         for tier in self._preferred(row, spread):
             if tier in self.ample or self.rooms[tier].least(start, end) >= nbytes:
                 if tier not in self.ample:

@@ -1,10 +1,8 @@
 """Small instances against the exact optimum, by trying all plans."""
 
-import itertools
 import statistics
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -12,42 +10,13 @@ from hypothesis import strategies as st
 from teraplan.bound import step_bound_ns
 from teraplan.check_plan import check_plan
 from teraplan.hardware import Hardware
-from teraplan.memory_curve import device_curve, fixed_curve, least_budget, managed_curve, peak
-from teraplan.plan import Migration
+from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
-from teraplan.simulate import Simulator
 from teraplan.step_trace import StepTrace
+from tests.planning.optimum import optimum_ns
 from tests.planning.synthetic import budgets
 from tests.planning.traces import machines, traces
-
-MOST_PLANS = 20_000
-
-
-def optimum_ns(trace: StepTrace, hardware: Hardware, limit: int) -> int | None:
-    """The shortest step of all plans, None if there are too many of them to be tried."""
-    options: list[list[Migration | None]] = []
-    for tensor_id, start, end in trace.periods():
-        if not trace.tensors[tensor_id].nbytes:
-            continue
-        tiers = Simulator(trace, hardware).links
-        moves = [
-            Migration(tensor_id=tensor_id, leave=start, gone=a, back=b, needed=end, tier=tier)
-            for tier in tiers
-            for a in range(start, end)
-            for b in range(a + 1, end + 1)
-        ]
-        options.append([None, *moves])
-    if np.prod([len(o) for o in options], dtype=float) > MOST_PLANS:
-        return None
-    simulator, fixed = Simulator(trace, hardware), fixed_curve(trace)
-    best: int | None = None
-    for chosen in itertools.product(*options):
-        plan = tuple(m for m in chosen if m is not None)
-        if (fixed + managed_curve(trace, plan) <= limit).all():
-            step_ns = simulator.run(plan).step_ns
-            best = step_ns if best is None else min(best, step_ns)
-    return best
 
 
 def gaps_of(count: int) -> list[float]:

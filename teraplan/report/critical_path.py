@@ -1,0 +1,145 @@
+"""Why a simulated step is as long as it is: the longest chain of things that wait for each other.
+
+    start -> arrive 0 -> out done 0 -> compute 0 -> arrive 1 -> ... -> arrive n, the end
+                |            |  ^          ^
+                v            v  |          |
+              copies out begin and end   copies in begin and end, one after the other on a link
+
+Each node is a moment, each edge says that one moment is not before another, and by how long. What
+lies on the longest path is what would have to be shorter for the step to be shorter: waiting times
+alone do not say so, as a copy may be late because of what was before it in its queue.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import networkx as nx
+import numpy as np
+
+from teraplan.hardware import Hardware, Tier
+from teraplan.lifetimes import Ints
+from teraplan.plan import Migration
+from teraplan.report.table import shorten
+from teraplan.run_record import Direction
+from teraplan.simulate import Simulator, Timing, Transfer
+from teraplan.step_trace import StepTrace
+from teraplan.units import format_ns
+
+Moment = tuple[str, int]
+_ROUNDING_NS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPath:
+    """What the length of a step consists of."""
+
+    step_ns: int
+    computation_ns: int
+    before_ns: int
+    """What was still on its way from the step before when this one began."""
+    copies_ns: dict[tuple[Tier, Direction], int]
+    tensors_ns: dict[int, int]
+    """Copies by tensor id; those on the path alone."""
+
+    def describe(self, trace: StepTrace, limit: int = 3) -> list[str]:
+        """The path in words, largest part first."""
+        parts = [(self.computation_ns, "computation")]
+        if self.before_ns:
+            parts.append((self.before_ns, "copies from the step before"))
+        for (tier, direction), ns in self.copies_ns.items():
+            way = f"out to {tier}" if direction is Direction.OUT else f"back from {tier}"
+            parts.append((ns, f"copies {way}"))
+        lines = [
+            f"{ns / max(self.step_ns, 1):6.1%}  {format_ns(ns)} {name}"
+            for ns, name in sorted(parts, reverse=True)
+        ]
+        dearest = Counter(self.tensors_ns).most_common(limit)
+        lines += [
+            f"        {format_ns(ns)} {shorten(trace.tensors[i].name, 40)}" for i, ns in dearest
+        ]
+        return lines
+
+
+def critical_path(
+    trace: StepTrace, hardware: Hardware, migrations: Sequence[Migration]
+) -> CriticalPath:
+    """The longest chain of the simulated step.
+
+    Raises:
+        ConfigError: if a migration goes over a link that the machine does not have.
+    """
+    timing = Simulator(trace, hardware).run(migrations, with_transfers=True)
+    graph = _graph(trace, migrations, timing)
+    end = ("arrive", len(trace.sites))
+    needed = graph.subgraph(nx.ancestors(graph, end) | {end})
+    path = nx.dag_longest_path(needed, weight="ns")
+    computation_ns = before_ns = 0
+    copies: Counter[tuple[Tier, Direction]] = Counter()
+    tensors: Counter[int] = Counter()
+    for (kind, number), after in pairwise(path):
+        ns = graph.edges[(kind, number), after]["ns"]
+        if kind == "begin":
+            transfer = timing.transfers[number]
+            copies[transfer.tier, transfer.direction] += ns
+            tensors[migrations[transfer.migration].tensor_id] += ns
+        elif kind == "start":
+            before_ns += ns
+        else:
+            computation_ns += ns
+    return CriticalPath(
+        step_ns=timing.step_ns,
+        computation_ns=computation_ns,
+        before_ns=before_ns,
+        copies_ns=dict(copies),
+        tensors_ns=dict(tensors),
+    )
+
+
+def _graph(trace: StepTrace, migrations: Sequence[Migration], timing: Timing) -> nx.DiGraph:
+    graph = nx.DiGraph()
+
+    def after(first: Moment, then: Moment, ns: int = 0) -> None:
+        graph.add_edge(first, then, ns=ns)
+
+    num_sites = len(trace.sites)
+    after(("start", 0), ("arrive", 0))
+    for number, site in enumerate(trace.sites):
+        after(("arrive", number), ("outs", number))
+        after(("outs", number), ("compute", number))
+        after(("compute", number), ("arrive", number + 1), site.duration_ns)
+    asked_ns = _asked_ns(timing, num_sites)
+    last_of: dict[tuple[Tier, Direction], int] = {}
+    for number, transfer in enumerate(timing.transfers):
+        after(("begin", number), ("end", number), transfer.end_ns - transfer.start_ns)
+        link, out = (transfer.tier, transfer.direction), transfer.direction is Direction.OUT
+        asked, waited = _sites(migrations[transfer.migration], transfer, num_sites)
+        if link in last_of:
+            after(("end", last_of[link]), ("begin", number))
+        elif asked < 0 or transfer.start_ns > asked_ns[int(not out), asked] + _ROUNDING_NS:
+            # what ran before it began in the step before
+            after(("start", 0), ("begin", number), transfer.start_ns)
+        last_of[link] = number
+        if asked >= 0:
+            after(("arrive" if out else "outs", asked), ("begin", number))
+        if waited < num_sites:
+            after(("end", number), ("outs" if out else "compute", waited))
+    return graph
+
+
+def _asked_ns(timing: Timing, num_sites: int) -> Ints:
+    """When copies out (0) and in (1) are asked for at each site; shape (2, sites)."""
+    asked_ns = np.tile(timing.site_ns[:num_sites], (2, 1))
+    for wait in timing.waits:
+        if wait.direction is Direction.OUT:
+            asked_ns[1, wait.site] += wait.duration_ns
+    return asked_ns
+
+
+def _sites(m: Migration, transfer: Transfer, num_sites: int) -> tuple[int, int]:
+    """Sites of this step where the copy is asked for and waited for; may be outside of it."""
+    shift = transfer.steps_before * num_sites
+    if transfer.direction is Direction.OUT:
+        return m.leave - shift, m.gone - shift
+    return m.back - shift, m.needed - shift
