@@ -1,5 +1,6 @@
 """Steps and machines on which planners are compared; all from the library, no hardware needed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from teraplan.hardware import Budgets
@@ -43,22 +44,36 @@ def paper_cases(dtype: str) -> list[Case]:
 _GRID = (
     Workload(model="llama3-8b", batch=2, length=2048, micro_batches=2),
     Workload(model="granite-8b", dtype="float32", batch=1, length=4096),
-    Workload(model="mixtral-8x7b", batch=4, length=2048),
+    Workload(model="llama3-70b", batch=1, length=2048, micro_batches=4, stages=10),
+    Workload(model="mixtral-8x7b", batch=4, length=2048, micro_batches=2, stages=8),
     Workload(model="vit-g", batch=256, length=256),
     Workload(model="unet", batch=32, length=512),
     Workload(model="t5-11b", batch=16, length=512),
 )
-_MACHINES = ("h100-nvl:ssd=4:host=128GiB", "rtx-4090:ssd=2:host=64GiB", "gh200:ssd=1")
+_SMALL_GRID = (
+    Workload(model="llama3-8b", batch=2, length=2048, micro_batches=2, stages=16),
+    Workload(model="granite-8b", dtype="float32", batch=1, length=4096, stages=18),
+    Workload(model="mixtral-8x7b", batch=4, length=2048, stages=32),
+    Workload(model="vit-g", batch=256, length=256, stages=20),
+    Workload(model="unet", batch=16, length=256),
+)
+"""Two layers, or one, for every policy."""
+MACHINES = ("h100-nvl:ssd=4:host=128GiB", "rtx-4090:ssd=2:host=64GiB", "gh200:ssd=1")
 PARTS = (80, 60, 40, 25, 15)
 """Device budgets in per cent of the peak with nothing moved."""
 
 
-def grid_cases() -> list[Case]:
-    """Models by machines by budgets, without those that no plan can keep."""
+def grid_cases(machines: Iterable[str] = MACHINES, *, small: bool = False) -> list[Case]:
+    """Models by machines by budgets, without those that no plan can keep.
+
+    Args:
+        machines: names of machines, with options.
+        small: the first layers of models alone.
+    """
     cases: list[Case] = []
-    for name in _MACHINES:
+    for name in machines:
         machine = machine_named(name)
-        for workload in _GRID:
+        for workload in _SMALL_GRID if small else _GRID:
             trace = trace_of(workload, machine)
             most, least = peak(device_curve(trace)), least_budget(trace).nbytes
             cases += [

@@ -43,7 +43,7 @@ from teraplan.lifetimes import Floats, Ints, Lifetimes
 from teraplan.memory_curve import Curve
 from teraplan.run_record import Direction
 
-CHECKPOINTS = 96
+CHECKPOINTS = 24
 """Checkpoints of a step of many sites."""
 FEW_SITES = 40
 """Sites up to which each of them is a checkpoint, with parts of its own."""

@@ -30,6 +30,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a plan made before, taken if it holds here and is faster; may be repeated",
     )
     parser.add_argument(
+        "--tight-bound",
+        action="store_true",
+        help="say by a linear program how fast a plan could be at most (needs scipy)",
+    )
+    parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="where the plan goes"
     )
 
@@ -45,6 +50,7 @@ def _run(options: argparse.Namespace) -> int:
             rules=read_rules(options.rules) if options.rules else None,
             candidates=[read_plan(path) for path in options.candidate],
             time_limit_s=options.time_limit,
+            tight_bound=options.tight_bound,
         )
     except InfeasibleBudgetError as error:
         report: dict[str, object] = {

@@ -9,6 +9,7 @@ from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_plan_o
 from teraplan.errors import PlanMismatchError
 from teraplan.library.machine_file import find_machine
 from teraplan.report.check_text import violations_text
+from teraplan.report.critical_path import critical_path
 from teraplan.report.plan_text import plan_json, plan_screen
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
@@ -35,9 +36,13 @@ def _run(options: argparse.Namespace) -> int:
     again = replace(plan, trace=trace, hardware=hardware, prediction=prediction)
     violations = check_plan(again)
     if options.json:
-        emit_json(plan_json(again) | {"fits": not violations})
+        path = None if violations else critical_path(trace, hardware, again.migrations).as_json()
+        emit_json(plan_json(again) | {"fits": not violations, "critical_path": path})
+    elif violations:
+        emit(violations_text(again, violations))
     else:
-        emit(violations_text(again, violations) if violations else plan_screen(again))
+        path_lines = critical_path(trace, hardware, again.migrations).describe(trace)
+        emit("\n".join([plan_screen(again), "", "What the step is as long as:", *path_lines]))
     return NO if violations else DONE
 
 

@@ -19,6 +19,7 @@ from teraplan.planners.rules import apply_rules
 from teraplan.planners.stall_driven import plan_by_stalls
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.victims import farthest_use, first_saved
+from teraplan.relaxation import relaxed_bound_ns
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
 
@@ -47,6 +48,7 @@ def make_plan(
     rules: Mapping[str, Tier] | None = None,
     candidates: Sequence[Plan] = (),
     time_limit_s: float | None = None,
+    tight_bound: bool = False,
 ) -> Plan:
     """A plan for `trace` within `budgets`, accepted by the independent checker.
 
@@ -61,9 +63,11 @@ def make_plan(
             at if there are rules.
         time_limit_s: stop searching after so many seconds with the best plan found by then; the
             first plan is finished in any case. The same input then no longer gives the same plan.
+        tight_bound: bound the step by a linear program (`relaxation`), which needs scipy and takes
+            about as long as planning.
 
     Raises:
-        ConfigError: if there is no such policy, or a rule matches nothing.
+        ConfigError: if there is no such policy, a rule matches nothing, or scipy is missing.
         InfeasibleBudgetError: if no plan fits; says which site needs how much.
     """
     planner = planner_named(policy)
@@ -78,7 +82,8 @@ def make_plan(
     )
     require_feasible(asked)
     migrations = planner(asked)
-    bound_ns = step_bound_ns(problem.lifetimes, hardware, problem.pressure(), problem.tier_bytes)
+    bound = relaxed_bound_ns if tight_bound else step_bound_ns
+    bound_ns = bound(problem.lifetimes, hardware, problem.pressure(), problem.tier_bytes)
     prediction = replace(predict(trace, hardware, migrations), bound_ns=bound_ns)
     plan = Plan(
         policy=policy,

@@ -13,14 +13,15 @@ on the size of the step alone, is used up. So the same input always gives the sa
 To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
 the budget, if the bound does not rule them out. So a budget at or above such an eighth is never
-slower than the eighth itself. In such steps the baseline's plans are among the attempts, and the
-best plan of a step of up to 60 is polished (`polish`). A step of more than 1,000 is planned on a
-coarse copy (`coarse`).
+slower than the eighth itself. In such steps the plans of all published policies are attempts too,
+and the best plan of a step of up to 60 is polished (`polish`). A step of more than 1,000 is planned
+on a coarse copy (`coarse`); up to 20,000 it is compared with simple policies on the step itself.
 """
 
 import hashlib
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -30,7 +31,8 @@ from teraplan.errors import InfeasibleBudgetError
 from teraplan.lifetimes import Floats
 from teraplan.memory_curve import Curve, peak
 from teraplan.plan import Migration
-from teraplan.planners.base import Problem, no_placement
+from teraplan.planners.base import Planner, Problem, no_placement
+from teraplan.planners.baselines import plan_on_demand, plan_statically
 from teraplan.planners.coarse import coarsen
 from teraplan.planners.placement import (
     EAGER,
@@ -50,6 +52,7 @@ from teraplan.planners.victims import (
     Priced,
     choose,
     farthest_use,
+    first_saved,
     largest,
     longest_idle,
 )
@@ -59,6 +62,17 @@ from teraplan.simulate import Simulator, Timing
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
 _GOOD_ORDERS = (longest_idle, largest, farthest_use)
+_SIMPLE: tuple[Planner, ...] = (
+    partial(plan_on_demand, order=first_saved),
+    partial(plan_on_demand, order=farthest_use),
+    plan_statically,
+)
+_PUBLISHED: tuple[Planner, ...] = (
+    partial(plan_as_teraio, score=paper_ratio),
+    partial(plan_as_teraio, score=prose),
+    partial(plan_as_teraio, score=g10_area),
+    partial(plan_as_teraio, score=g10_area, eager=True),
+)
 _RUNGS = 8
 _WEIGHTS = (0.3, 1.0)
 """How much the price of a transfer counts beside the order of the attempt that it repairs."""
@@ -72,6 +86,8 @@ _SLOTS, _SLOTS_OF_CALL, _MOST_SLOTS = 300, 24, 2400
 """Slots of a coarse step: at least, for each call of a graph, at most."""
 _WORK = 110_000
 """Idle periods times attempts of one search."""
+_PLENTY = 20_000
+"""Idle periods from which on simple policies are tried on the coarse step alone."""
 _NEAR = 500
 """Idle periods from which on half a percent over the bound is near enough to stop."""
 
@@ -102,9 +118,33 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
         simulator = Simulator(coarse.problem.trace, problem.hardware)
         found = _Search(coarse.problem, simulator).run()
         if found is not None:
-            return with_reasons(problem, coarse.expand(found.migrations))
+            return with_reasons(problem, _or_baseline(problem, coarse.expand(found.migrations)))
         # whole slots need more of the other tiers than the step does, and these are nearly full
     return with_reasons(problem, _search_all(problem))
+
+
+def _or_baseline(problem: Problem, migrations: tuple[Migration, ...]) -> tuple[Migration, ...]:
+    """The migrations, or those of a simple policy on the step itself if they are faster."""
+    if len(problem.lifetimes) > _PLENTY or problem.deadline is not None:
+        return migrations
+    simulator = Simulator(problem.trace, problem.hardware)
+    best, best_ns = migrations, simulator.run(migrations).step_ns
+    for planner in _SIMPLE:
+        other = _plan_of(planner, problem)
+        if other is None:
+            continue
+        step_ns = simulator.run(other).step_ns
+        if step_ns < best_ns:
+            best, best_ns = other, step_ns
+    return best
+
+
+def _plan_of(planner: Planner, problem: Problem) -> tuple[Migration, ...] | None:
+    """None if it finds no room in the other tiers, where ours may have."""
+    try:
+        return planner(problem)
+    except InfeasibleBudgetError:
+        return None
 
 
 def _num_slots(problem: Problem) -> int:
@@ -195,16 +235,14 @@ class _Search:
         return self._best
 
     def _try_baseline(self) -> None:
-        """The published algorithm as one more attempt, where it takes no time."""
-        if len(self._problem.lifetimes) > _NEAR or self._best is None:
-            return
-        for score in (paper_ratio, prose, g10_area):
-            if self._done():
+        """Plans of the policies to compare with as further attempts, where they take no time."""
+        few = len(self._problem.lifetimes) <= _NEAR
+        for planner in _SIMPLE + _PUBLISHED if few else _SIMPLE:
+            if self._done() or self._best is None:
                 return
-            try:
-                migrations = plan_as_teraio(self._problem, score)
-            except InfeasibleBudgetError:
-                continue  # it found no room in the other tiers; ours did
+            migrations = _plan_of(planner, self._problem)
+            if migrations is None:
+                continue
             timing = self._simulator.run(migrations)
             tensors, best = self._problem.trace.tensors, self._best
             cost = (timing.step_ns, sum(tensors[m.tensor_id].nbytes for m in migrations))

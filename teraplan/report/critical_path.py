@@ -43,6 +43,18 @@ class CriticalPath:
     tensors_ns: dict[int, int]
     """Copies by tensor id; those on the path alone."""
 
+    def as_json(self) -> dict[str, object]:
+        """The same in plain values."""
+        copies = [
+            {"tier": tier.value, "direction": direction.value, "ns": ns}
+            for (tier, direction), ns in self.copies_ns.items()
+        ]
+        return {
+            "computation_ns": self.computation_ns,
+            "before_ns": self.before_ns,
+            "copies": copies,
+        }
+
     def describe(self, trace: StepTrace, limit: int = 3) -> list[str]:
         """The path in words, largest part first."""
         parts = [(self.computation_ns, "computation")]

@@ -44,9 +44,14 @@ def test_from_no_hardware_to_a_simulated_plan(tmp_path: Path, capsys: Captured) 
     assert check_plan(made) == ()
     assert made.prediction.gap is not None
     assert main(["simulate", trace, plan]) == 0
-    assert "predicted" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "predicted" in shown
+    assert "What the step is as long as:" in shown
+    assert "computation" in shown.partition("as long as:")[2]
     assert main(["simulate", trace, plan, "--hardware", "rtx-4090:ssd=12", "--json"]) == 0
-    assert loaded(capsys)["fits"] is True
+    said = loaded(capsys)
+    assert said["fits"] is True
+    assert said["critical_path"]["computation_ns"] <= made.prediction.ideal_ns
     assert main(["simulate", trace, plan, "--hardware", "rtx-4090:host=0:ssd=0"]) == 2
 
 
@@ -82,6 +87,16 @@ def test_a_plan_for_another_step_is_refused(trace: str, tmp_path: Path, capsys: 
     capsys.readouterr()
     assert main(["simulate", str(other), str(plan)]) == 2
     assert "the plan is for another step" in capsys.readouterr().err
+
+
+def test_a_tighter_bound(trace: str, tmp_path: Path) -> None:
+    plan = tmp_path / "p.json"
+    arguments = ["plan", trace, "--hardware", "a100:ssd=1:host=0", "--device-budget", "70%"]
+    assert main([*arguments, "-o", str(plan)]) == 0
+    quick = read_plan(plan).prediction
+    assert main([*arguments, "--tight-bound", "-o", str(plan)]) == 0
+    tight = read_plan(plan).prediction
+    assert quick.bound_ns < tight.bound_ns <= tight.step_ns == quick.step_ns
 
 
 @pytest.mark.slow
