@@ -28,25 +28,21 @@ the order within queues is missing.
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import final
 
 import numpy as np
-import numpy.typing as npt
 
 from teraplan.bound import links_of, step_bound_ns
 from teraplan.channels import slots_of, speeds
+from teraplan.checkpoints import Group, Parts, Span, groups_of, parts_of
 from teraplan.errors import ConfigError
 from teraplan.hardware import Hardware, Tier
-from teraplan.lifetimes import Floats, Ints, Lifetimes
+from teraplan.lifetimes import Lifetimes
 from teraplan.memory_curve import Curve
 from teraplan.run_record import Direction
 
 CHECKPOINTS = 24
 """Checkpoints of a step of many sites."""
-FEW_SITES = 40
-"""Sites up to which each of them is a checkpoint, with parts of its own."""
 _TOLERANCE = 1e-6
 """Of the solver, as a part of the step."""
 
@@ -76,160 +72,12 @@ def relaxed_bound_ns(
     ideal_ns = periods.trace.duration_ns
     if not pressure.any() or not links_of(hardware):
         return ideal_ns
-    parts = _parts(periods, pressure, checkpoints)
+    parts = parts_of(periods, pressure, checkpoints)
     program = _Relaxation(parts, hardware, whole)
-    for group in _groups(periods, parts.sites, apart=whole):
+    for group in groups_of(periods, parts.sites, apart=whole):
         program.add_group(group)
     program.limit(pressure, rooms)
     return max(step_bound_ns(periods, hardware, pressure, rooms), program.least_ns())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
-    """The checkpoints first .. last that an idle period covers; `last` may be in the next step."""
-
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Bytes whose idle periods cover the same checkpoints, and that do not change between them."""
-
-    nbytes: int
-    spans: tuple[_Span, ...]
-    largest: int
-    """Bytes of its largest tensor."""
-    constant: bool
-    """Whether one copy lasts for all steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Parts:
-    """How the step is cut."""
-
-    least_ns: Floats
-    """Computation in each part."""
-    fixed: npt.NDArray[np.bool_]
-    """Parts in which nothing can wait."""
-    sites: Ints
-    """Site of each checkpoint."""
-    per_checkpoint: int
-    """Parts from one checkpoint to the next."""
-    out_before: int
-    """Copies out count for checkpoint j if they are in a part before per_checkpoint * j + this."""
-    back_from: int
-    """Bytes away at checkpoint j come back in part per_checkpoint * j + this or later."""
-
-
-def _parts(periods: Lifetimes, pressure: Curve, num_checkpoints: int) -> _Parts:
-    num_sites = periods.num_sites
-    at = periods.site_ns.astype(np.float64)
-    if num_sites <= FEW_SITES:
-        # interval j, then the wait for copies out at site j+1, then that for copies in
-        least = np.zeros(3 * num_sites)
-        least[::3] = np.diff(at[: num_sites + 1])
-        fixed = np.zeros(3 * num_sites, dtype=bool)
-        fixed[::3] = True
-        return _Parts(
-            least_ns=least,
-            fixed=fixed,
-            sites=np.arange(num_sites),
-            per_checkpoint=3,
-            out_before=-1,
-            back_from=2,
-        )
-    cuts = _highest_in_each(periods, pressure, num_checkpoints)
-    ends = np.concatenate([cuts[1:], cuts[:1] + num_sites])
-    return _Parts(
-        least_ns=at[ends] - at[cuts],
-        fixed=np.zeros(len(cuts), dtype=bool),
-        sites=cuts,
-        per_checkpoint=1,
-        out_before=0,
-        back_from=0,
-    )
-
-
-def _highest_in_each(periods: Lifetimes, pressure: Curve, count: int) -> Ints:
-    """The site of the highest pressure in each of `count` stretches of the step.
-
-    Stretches have about equal parts of the time, and of the bytes that start or end being idle.
-    """
-    num_sites = periods.num_sites
-    weight = np.diff(periods.site_ns[: num_sites + 1]) / max(periods.site_ns[num_sites], 1)
-    for column in (periods.start, periods.end):
-        moved = np.bincount(column % num_sites, weights=periods.nbytes, minlength=num_sites)
-        weight = weight + moved / max(float(moved.sum()), 1.0)
-    total = np.cumsum(weight)
-    inner = np.searchsorted(total, np.arange(1, count) * (total[-1] / count))
-    edges = np.unique(np.concatenate([[0], inner, [num_sites]]))
-    return np.array(
-        [a + int(pressure[a:b].argmax()) for a, b in pairwise(edges.tolist())],
-        dtype=np.int64,
-    )
-
-
-def _groups(periods: Lifetimes, sites: Ints, *, apart: bool) -> list[_Group]:
-    """Periods of one tensor between two of its changes, joined with all that look the same.
-
-    Args:
-        periods: of the step.
-        sites: of the checkpoints.
-        apart: keep tensors apart that look the same.
-    """
-    count = len(sites)
-    doubled = np.concatenate([sites, sites + periods.num_sites])
-    first = np.searchsorted(doubled, periods.start).tolist()
-    last = (np.searchsorted(doubled, periods.end) - 1).tolist()
-    rows_of: dict[int, list[int]] = defaultdict(list)
-    for row, tensor_id in enumerate(periods.tensor_ids.tolist()):
-        rows_of[tensor_id].append(row)
-    sizes: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    spans_of: dict[tuple[object, ...], tuple[tuple[_Span, ...], bool]] = {}
-    for tensor_id, rows in rows_of.items():
-        tensor = periods.trace.tensors[tensor_id]
-        constant = tensor.persistent and not tensor.changes
-        for run in _unchanged_runs(periods, tensor_id, rows):
-            spans: list[_Span] = []
-            for row in run:  # in order of time, also where the run goes round
-                shift = count if spans and first[row] < spans[-1].first else 0
-                spans.append(_Span(first=first[row] + shift, last=last[row] + shift))
-            if any(span.first <= span.last for span in spans):
-                key = (tuple(spans), constant, tensor_id if apart else -1)
-                sizes[key].append(tensor.nbytes)
-                spans_of[key] = (tuple(spans), constant)
-    return [
-        _Group(nbytes=sum(all_sizes), largest=max(all_sizes), spans=spans, constant=constant)
-        for key, all_sizes in sizes.items()
-        for spans, constant in (spans_of[key],)
-    ]
-
-
-def _unchanged_runs(periods: Lifetimes, tensor_id: int, rows: list[int]) -> list[list[int]]:
-    """Idle periods of a tensor, ascending, in runs with no change between."""
-    tensor, num_sites = periods.trace.tensors[tensor_id], periods.num_sites
-    changes = [tensor.windows[number] for number in tensor.changes]
-
-    def changed(before: int, after: int) -> bool:
-        since, until = int(periods.end[before]), int(periods.start[after])
-        if since > until:
-            until += num_sites
-        return any(
-            since <= start + shift and end + shift <= until
-            for start, end in changes
-            for shift in (0, num_sites)
-        )
-
-    runs = [[rows[0]]]
-    for row in rows[1:]:
-        if changed(runs[-1][-1], row):
-            runs.append([row])
-        else:
-            runs[-1].append(row)
-    if tensor.persistent and len(runs) > 1 and not changed(rows[-1], rows[0]):
-        runs[0] = runs.pop() + runs[0]
-    return runs
 
 
 @final
@@ -264,7 +112,7 @@ class _Program:
 class _Relaxation:
     """The program of one step; mutable while it is written down."""
 
-    def __init__(self, parts: _Parts, hardware: Hardware, whole: bool) -> None:
+    def __init__(self, parts: Parts, hardware: Hardware, whole: bool) -> None:
         self._parts = parts
         self._whole = whole
         self._links = links_of(hardware)
@@ -280,7 +128,7 @@ class _Relaxation:
         self._away: dict[tuple[int, Tier], list[tuple[int, float]]] = defaultdict(list)
         """Columns and factors of bytes that are away, by checkpoint and tier."""
 
-    def add_group(self, group: _Group) -> None:
+    def add_group(self, group: Group) -> None:
         """What can move of the group, per tier."""
         size = group.nbytes * 1e-6
         here: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -335,7 +183,7 @@ class _Relaxation:
         self._program.at_most([(column, 1.0), *terms], 0.0)
         return [(column, -1.0)]
 
-    def _with_latency(self, group: _Group, tier: Tier) -> tuple[float, float]:
+    def _with_latency(self, group: Group, tier: Tier) -> tuple[float, float]:
         """Bytes that a link has to carry, latency included, per byte out and back."""
         slots = slots_of(self._links)
         factors: list[float] = []
@@ -354,7 +202,7 @@ class _Relaxation:
         return checkpoint * self._parts.per_checkpoint
 
     def _copies(
-        self, spans: Sequence[_Span], tier: Tier, direction: Direction
+        self, spans: Sequence[Span], tier: Tier, direction: Direction
     ) -> list[tuple[int, int]]:
         """Parts in which copies can be on their way, and a new column for each."""
         parts, slot = self._parts, slots_of(self._links)[tier, direction]
@@ -401,7 +249,7 @@ class _Relaxation:
     def least_ns(self) -> int:
         """The least length of the step."""
         try:
-            from scipy.optimize import LinearConstraint, milp
+            from scipy.optimize import milp
             from scipy.sparse import coo_array
         except ImportError as error:
             raise ConfigError("this bound needs scipy: pip install 'teraplan[bound]'") from error
@@ -411,12 +259,10 @@ class _Relaxation:
         cost[self.lengths] = 1.0
         rows, columns, factors = program.entries
         shape = (len(program.most), len(program.lower))
+        matrix = coo_array((factors, (rows, columns)), shape=shape).tocsc()
         solved = milp(
             cost,
-            constraints=LinearConstraint(
-                coo_array((factors, (rows, columns)), shape=shape).tocsc(),
-                ub=np.array(program.most),
-            ),
+            constraints=(matrix, -np.inf, np.array(program.most)),
             bounds=(program.lower, program.upper),
             integrality=np.array(program.whole, dtype=int),
         )

@@ -109,8 +109,10 @@ def critical_path(
     )
 
 
-def _graph(trace: StepTrace, migrations: Sequence[Migration], timing: Timing) -> nx.DiGraph:
-    graph = nx.DiGraph()
+def _graph(
+    trace: StepTrace, migrations: Sequence[Migration], timing: Timing
+) -> "nx.DiGraph[Moment]":
+    graph: nx.DiGraph[Moment] = nx.DiGraph()
 
     def after(first: Moment, then: Moment, ns: int = 0) -> None:
         graph.add_edge(first, then, ns=ns)

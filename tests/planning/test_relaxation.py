@@ -52,7 +52,7 @@ def test_whole_tensors_give_the_optimum() -> None:
         deadline=None,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     @given(
         trace=traces(max_tensors=3, persistent=False),
@@ -79,14 +79,14 @@ def test_whole_tensors_give_the_optimum() -> None:
 
 
 def test_nearer_than_the_quick_bound() -> None:
-    trace = gpt_trace(12)
+    trace = gpt_trace(3)
     least, most = least_budget(trace).nbytes, peak(device_curve(trace))
     limit = budgets(least + (most - least) // 2)
     problem = Problem.of(trace, machine(6.0), limit)
     quick = step_bound_ns(
         problem.lifetimes, problem.hardware, problem.pressure(), problem.tier_bytes
     )
-    bounds = [relaxed(problem, checkpoints=count) for count in (24, 96)]
+    bounds = [relaxed(problem, checkpoints=count) for count in (12, 48)]
     assert quick < bounds[-1] <= make_plan(trace, problem.hardware, limit).prediction.step_ns
     assert bounds == sorted(bounds)
 
