@@ -88,6 +88,8 @@ _WORK = 110_000
 """Idle periods times attempts of one search."""
 _PLENTY = 20_000
 """Idle periods from which on simple policies are tried on the coarse step alone."""
+_ENOUGH = 12
+"""Attempts that must be left for every way to spread tensors over tiers to be tried."""
 _NEAR = 500
 """Idle periods from which on half a percent over the bound is near enough to stop."""
 
@@ -223,6 +225,9 @@ class _Search:
                 self._try(pressure, order, spread, EAGER, ideal)
         if self._best is None:
             return None
+        if self._left >= _ENOUGH:
+            for spread in self._spreads:
+                self._try(pressure, self._best.order, spread, EAGER, ideal)
         self._try_baseline()
         for pace in _PACES[1:]:
             self._try(pressure, self._best.order, self._best.spread, pace, ideal)
