@@ -41,7 +41,7 @@ from teraplan.lifetimes import Lifetimes
 from teraplan.memory_curve import Curve
 from teraplan.run_record import Direction
 
-CHECKPOINTS = 24
+CHECKPOINTS = 20
 """Checkpoints of a step of many sites."""
 _TOLERANCE = 1e-6
 """Of the solver, as a part of the step."""
