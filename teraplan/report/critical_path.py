@@ -124,6 +124,8 @@ def _graph(
         after(("outs", number), ("compute", number))
         after(("compute", number), ("arrive", number + 1), site.duration_ns)
     asked_ns = _asked_ns(timing, num_sites)
+    known: set[tuple[int, Direction, int]] = set()
+    """Waits for copies that start in this step."""
     last_of: dict[tuple[Tier, Direction], int] = {}
     for number, transfer in enumerate(timing.transfers):
         after(("begin", number), ("end", number), transfer.end_ns - transfer.start_ns)
@@ -139,6 +141,12 @@ def _graph(
             after(("arrive" if out else "outs", asked), ("begin", number))
         if waited < num_sites:
             after(("end", number), ("outs" if out else "compute", waited))
+            known.add((transfer.migration, transfer.direction, waited))
+    for wait in timing.waits:
+        if (wait.migration, wait.direction, wait.site) not in known:
+            # its copy was on its way when the step began
+            then = "outs" if wait.direction is Direction.OUT else "compute"
+            after(("start", 0), (then, wait.site), wait.start_ns + wait.duration_ns)
     return graph
 
 
