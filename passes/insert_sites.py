@@ -22,7 +22,8 @@ from torch import fx
 
 from teraplan import ops
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
-from teraplan.passes.aliases import base_of, uses_of
+from teraplan.passes.aliases import base_of, is_view, uses_of
+from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.module_path import module_path
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
 from teraplan.passes.workspace import largest_operation_nbytes, nbytes_of, workspace_nbytes
@@ -155,8 +156,10 @@ def _insert_saves(
     """Insert `enter` and each `save`; returns the token of each saved node by its name."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     last_input = _last(graph.find_nodes(op="placeholder"), order)
+    runs = FusedRuns(graph)
     lasts = {
-        c.saved: _last([last_input, c.saved, *uses_of(base_of(c.saved))], order) for c in candidates
+        c.saved: runs.last(_last([last_input, c.saved, *uses_of(base_of(c.saved))], order))
+        for c in candidates
     }
     anchor = _anchor(graph)
     with graph.inserting_after(last_input):
@@ -189,12 +192,15 @@ def _insert_needs(
     table: GraphTable,
 ) -> None:
     """Replace each placeholder by a token and its `need`; insert `enter_backward` and `done`."""
+    _delay_views([c.placeholder for c in candidates])
     order = {node: i for i, node in enumerate(graph.nodes)}
-    spans = []
+    runs, spans = FusedRuns(graph), []
     for candidate in candidates:
         uses = list(uses_of(candidate.placeholder))
         first_user = min(candidate.placeholder.users, key=order.__getitem__)
-        spans.append((first_user, _last(uses, order)))
+        first_use = runs.first(min(uses, key=order.__getitem__))
+        first = min(first_user, first_use, key=order.__getitem__)
+        spans.append((first, runs.last(_last(uses, order))))
     anchor = _anchor(graph, {c.placeholder for c in candidates})
     token_inputs = [_token_input(graph, c, tokens[c.saved.name]) for c in candidates]
     last_input = graph.find_nodes(op="placeholder")[-1]
@@ -215,6 +221,26 @@ def _insert_needs(
         graph.erase_node(placeholder)
         with graph.inserting_after(last):
             graph.call_function(ops.done, (need, token, chain, slot)).meta["val"] = None
+
+
+def _delay_views(placeholders: Sequence[fx.Node]) -> None:
+    """Move each view of these to right before its first use, since a `need` precedes the views."""
+    order = {node: i for i, node in enumerate(placeholders[0].graph.nodes)}
+
+    def delay(view: fx.Node) -> None:
+        for user in view.users:
+            if is_view(user):
+                delay(user)
+        if not view.users:
+            return
+        first = min(view.users, key=order.__getitem__)
+        first.prepend(view)
+        order[view] = order[first]
+
+    for placeholder in placeholders:
+        for user in placeholder.users:
+            if is_view(user):
+                delay(user)
 
 
 def _token_input(graph: fx.Graph, candidate: _Candidate, token: fx.Node) -> fx.Node:

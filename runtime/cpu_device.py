@@ -14,7 +14,7 @@ from teraplan.errors import StorageFullError
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import Direction, TransferRecord
 from teraplan.runtime import census, process_memory
-from teraplan.runtime.cpu_pool import CpuPool
+from teraplan.runtime.cpu_pool import MIN_BLOCK_BYTES, CpuPool
 from teraplan.runtime.device import Arrival, Beside, Copy, Device
 from teraplan.runtime.inductor_memory import take_memory_from
 from teraplan.runtime.malloc import Malloc
@@ -36,8 +36,7 @@ _SITES_BETWEEN_TRIMS, _SITES_BETWEEN_URGENT_TRIMS = 256, 32
 class _StorageCopy(Copy):
     tier = Tier.STORAGE
 
-    def __init__(self, device: "CpuDevice", record: Record, label: str, *, pooled: bool) -> None:
-        self.pooled = pooled
+    def __init__(self, device: "CpuDevice", record: Record, label: str) -> None:
         self._left = False
         self.nbytes = record.nbytes
         self.record = record
@@ -59,7 +58,7 @@ class _StorageCopy(Copy):
 class _StorageArrival(Arrival):
     def __init__(self, copy: _StorageCopy, device: "CpuDevice", *, urgent: bool) -> None:
         record = copy.record
-        if copy.pooled:  # the pool's memory begins at a page, as that of the tensor did
+        if record.nbytes >= MIN_BLOCK_BYTES:  # not on the heap: its holes would not fit
             landing = device.pool.empty_bytes(record.nbytes + record.address_remainder)
         else:
             landing = torch.empty(record.nbytes + record.alignment, dtype=torch.uint8)
@@ -213,9 +212,8 @@ class CpuDevice(Device):
         storage = tensor.untyped_storage()
         if tier is Tier.HOST:
             return self._copy_to_host(storage, label)
-        address = storage.data_ptr()
-        record = self.storage.put(address, storage.nbytes(), owner=storage, label=label)
-        return _StorageCopy(self, record, label, pooled=self.pool.owns(address))
+        record = self.storage.put(storage.data_ptr(), storage.nbytes(), owner=storage, label=label)
+        return _StorageCopy(self, record, label)
 
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
         if isinstance(copy, _HostCopy):

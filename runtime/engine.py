@@ -5,29 +5,23 @@ itself: when there is too much on the device, what was saved first leaves first,
 runs in the opposite order and needs it last.
 """
 
-import copy
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from teraplan.errors import BudgetExceededError, DeadlineError, StorageError, UnsupportedError
+from teraplan.errors import UnsupportedError
 from teraplan.graph_table import GraphTable
-from teraplan.hardware import Tier
-from teraplan.plan import Migration
-from teraplan.run_record import StallRecord
-from teraplan.runtime.device import Copy, Device
-from teraplan.runtime.recorder import StepRecorder
+from teraplan.runtime.device import Device
+from teraplan.runtime.mover import Mover
+from teraplan.runtime.recorder import SiteKey, StepRecorder
 from teraplan.runtime.saved import Saved, View
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.tokens import key_of, make_token
 from teraplan.step_trace import SiteKind
-from teraplan.units import format_nbytes
 
 
 class Engine:
@@ -35,24 +29,19 @@ class Engine:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.mover = Mover(device)
         self.training_state: TrainingState | None = None
         """Parameters, gradients and optimizer state, where they move."""
         self.recorder: StepRecorder | None = None
-        self.managed_bytes = 0
         self.managed_peak_bytes = 0
         self.diverged_at: int | None = None
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int] | None = None
-        self.stalls: list[StallRecord] = []
-        self.faults: list[StorageError | DeadlineError] = []
-        """Why tensors of this step could not leave, and stayed."""
         self._schedule: Schedule | None = None
         self._views: dict[int, View] = {}
         self._by_storage: dict[int, Saved] = {}
         self._of_step: list[Saved] = []
-        self._resident: dict[int, Saved] = {}
         self._call = -1
-        self._start_ns = 0
         self._released: deque[int] = deque()
         self._lock = threading.Lock()
 
@@ -95,31 +84,29 @@ class Engine:
         self._schedule = schedule
         self.limit_bytes = limit_bytes
         self.diverged_at = None
-        self.managed_peak_bytes = self.managed_bytes
-        self.stalls = []
-        self.faults = []
+        self.managed_peak_bytes = self.mover.managed_bytes
         self._of_step = []
         self._call = -1
-        self._start_ns = time.perf_counter_ns()
+        self.mover.begin_step()
 
     def enter(self, table: GraphTable) -> int:
         """A forward graph begins; returns the number of its call."""
-        with self._at_work():
+        with self:
             self._call += 1
-            self._act(self._arrive(SiteKind.ENTER, table.graph, self._call, False, None))
+            self._act(self._arrive((SiteKind.ENTER, table.graph, self._call, False, None)))
             self._leave()
             return self._call
 
     def enter_backward(self, token: torch.Tensor, table: GraphTable) -> None:
         """The backward of a forward graph begins."""
-        with self._at_work():
+        with self:
             call = self._view(token).call
-            self._act(self._arrive(SiteKind.ENTER, table.graph, call, True, None))
+            self._act(self._arrive((SiteKind.ENTER, table.graph, call, True, None)))
             self._leave()
 
     def save(self, x: torch.Tensor, table: GraphTable, call: int, slot: int) -> torch.Tensor:
         """`x` has had its last use in the forward; returns the token that stands for it."""
-        with self._at_work():
+        with self:
             storage = x.untyped_storage()
             saved = self._by_storage.get(storage._cdata)
             if saved is None or not self._holds(saved, x, call):
@@ -128,7 +115,8 @@ class Engine:
             key, token = make_token(self)
             byte_offset = int(x.storage_offset()) * x.element_size()
             self._views[key] = View(saved, byte_offset, call, table.graph)
-            self._act(self._arrive(SiteKind.SAVE, table.graph, call, False, saved))
+            number = self._number_of(saved)
+            self._act(self._arrive((SiteKind.SAVE, table.graph, call, False, number)))
             self._leave()
             return token
 
@@ -136,10 +124,11 @@ class Engine:
         self, token: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """The tensor that `token` stands for, on the device."""
-        with self._at_work():
+        with self:
             view = self._view(token)
             saved = view.saved
-            self._act(self._arrive(SiteKind.NEED, view.graph, view.call, True, saved))
+            number = self._number_of(saved)
+            self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))
             self._bring(saved)
             saved.check_version()
             saved.in_use += 1
@@ -153,14 +142,23 @@ class Engine:
 
     def done(self, token: torch.Tensor) -> None:
         """The tensor that `token` stands for has had its last use."""
-        with self._at_work():
+        with self:
             key = key_of(token)
             view = self._view(token)
             view.saved.in_use -= 1
-            site = self._arrive(SiteKind.DONE, view.graph, view.call, True, view.saved)
+            number = self._number_of(view.saved)
+            site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
             self._use_up(key)
             self._act(site)
             self._leave()
+
+    def __enter__(self) -> None:
+        """Within this, nothing else changes what is saved."""
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._forget_released()
 
     def drop_all(self) -> None:
         """Forget every saved activation: their backward will not run."""
@@ -171,13 +169,9 @@ class Engine:
     def _forget_lost(self) -> None:
         """Nobody waits for anything: forget what an interrupt has left half done."""
         for saved in self._of_step:
-            saved.tensor = saved.arrival = None
-            if saved.copy is not None:
-                saved.copy.drop()
-                saved.copy = None
+            self.mover.forget(saved)
+        self.mover.forget_all()
         self._by_storage.clear()
-        self._resident.clear()
-        self.managed_bytes = 0
 
     def release(self, key: int) -> None:
         """A token is gone. Called from any thread at any time, also in the middle of an op here.
@@ -186,13 +180,6 @@ class Engine:
         this must not wait for the op. What cannot be done now is done when the op ends.
         """
         self._released.append(key)
-        self._forget_released()
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Within this, nothing else changes what is saved."""
-        with self._lock:
-            yield
         self._forget_released()
 
     def _forget_released(self) -> None:
@@ -214,11 +201,7 @@ class Engine:
             return
         if self._by_storage.get(saved.origin.cdata) is saved:
             del self._by_storage[saved.origin.cdata]
-        self._give_back(saved)
-        saved.tensor = saved.arrival = None
-        if saved.copy is not None:
-            saved.copy.drop()
-            saved.copy = None
+        self.mover.forget(saved)
 
     def _view(self, token: torch.Tensor) -> View:
         view = self._views.get(key_of(token))
@@ -253,8 +236,7 @@ class Engine:
         self._of_step.append(saved)
         self._by_storage[storage._cdata] = saved
         if movable:
-            self._resident[id(saved)] = saved
-            self._take(saved.nbytes)
+            self.mover.add(saved)
         self.recorder.add_tensor(saved, tuple(x.shape), str(x.dtype)[6:], described.layer)
         return saved
 
@@ -268,186 +250,56 @@ class Engine:
 
     # -- sites ---------------------------------------------------------------------------------
 
-    def _arrive(
-        self, kind: SiteKind, graph: str, call: int, backward: bool, saved: Saved | None
-    ) -> int:
+    def _number_of(self, saved: Saved) -> int | None:
+        return saved.order if self._is_of_step(saved) else None
+
+    def _arrive(self, key: SiteKey) -> int:
         """Record the site and compare it with the plan; returns its number."""
         recorder = self.recorder
         assert recorder is not None
-        site = recorder.num_sites
-        tensor = saved.order if saved is not None and self._is_of_step(saved) else None
-        recorder.arrive(kind, graph, call, backward, tensor)
+        self.mover.site = site = recorder.num_sites
+        recorder.arrive(key)
         schedule = self._schedule
-        actual = (kind, graph, call, backward, tensor)
-        if schedule is not None and not self._as_planned(schedule, site, actual):
-            self._diverge(site)
+        if schedule is not None and not schedule.expects(site, key):  # go on without a plan
+            self.diverged_at = site
+            self.limit_bytes = min(schedule.limits_bytes)
+            self._schedule = None
         return site
 
     def _act(self, site: int) -> None:
         """Do what the plan asks for at a site; without a plan, keep under the limit."""
-        schedule = self._schedule
+        schedule, mover = self._schedule, self.mover
         if schedule is None:
-            self._make_room(0, self.limit_bytes)
+            mover.make_room(0, self.limit_bytes)
             return
         actions = schedule.actions(site)
         for migration in actions.leave:
-            self._start_leaving(self._of_step[migration.tensor_id], migration)
+            mover.start_leaving(self._of_step[migration.tensor_id], migration.tier)
         for order in actions.gone:
-            self._finish_leaving(self._of_step[order])
+            mover.finish_leaving(self._of_step[order])
         for order in actions.back:
-            self._start_back(self._of_step[order])
-        if self.managed_bytes > schedule.limits_bytes[site]:
-            self._make_room(0, schedule.limits_bytes[site], strict=True)
+            mover.start_back(self._of_step[order])
+        mover.make_room(0, schedule.limits_bytes[site], strict=True)
+
+    def _bring(self, saved: Saved) -> None:
+        """Wait until `saved` is on the device."""
+        if not saved.resident:
+            if self._schedule is None:
+                self.mover.make_room(saved.nbytes, self.limit_bytes)
+            self.mover.start_back(saved, urgent=True)
+        self.mover.finish_back(saved)
 
     def _leave(self) -> None:
         assert self.recorder is not None
         if self._resident_limits is not None:
             self.device.keep_under(*self._resident_limits)
         # Not earlier: until here, what `save` adds counts as workspace of the interval before.
-        self.managed_peak_bytes = max(self.managed_peak_bytes, self.managed_bytes)
-        self.recorder.leave(self.managed_bytes)
+        managed_bytes = self.mover.managed_bytes
+        self.managed_peak_bytes = max(self.managed_peak_bytes, managed_bytes)
+        self.recorder.leave(managed_bytes)
 
     def _is_of_step(self, saved: Saved) -> bool:
         return saved.order < len(self._of_step) and self._of_step[saved.order] is saved
-
-    def _as_planned(
-        self,
-        schedule: Schedule,
-        site: int,
-        actual: tuple[SiteKind, str, int, bool, int | None],
-    ) -> bool:
-        if site >= len(schedule.sites):
-            return False
-        planned = schedule.sites[site]
-        return actual == (
-            planned.kind,
-            planned.graph,
-            planned.call,
-            planned.backward,
-            planned.tensor_id,
-        )
-
-    def _diverge(self, site: int) -> None:
-        """The step does something else than the planned one: go on without a plan."""
-        assert self._schedule is not None
-        self.diverged_at = site
-        self.limit_bytes = min(self._schedule.limits_bytes)
-        self._schedule = None
-
-    # -- movements -----------------------------------------------------------------------------
-
-    def _start_leaving(self, saved: Saved, migration: Migration) -> None:
-        if saved.tensor is None or saved.copy is not None or saved.tokens == 0:
-            return
-        if saved.modified or id(saved) not in self._resident:
-            return
-        other = Tier.STORAGE if migration.tier is Tier.HOST else Tier.HOST
-        saved.copy = self._start_out(saved, migration.tier, other)
-
-    def _start_out(self, saved: Saved, *tiers: Tier) -> Copy | None:
-        """Start copying `saved` to the first of the tiers that has room; None if none has."""
-        assert saved.tensor is not None
-        for tier in tiers:
-            try:
-                return self.device.start_out(saved.tensor, tier, saved.name)
-            except StorageError as error:
-                self.faults.append(_bare(error))
-        return None
-
-    def _finish_leaving(self, saved: Saved) -> None:
-        if saved.copy is None or saved.tensor is None or saved.in_use:
-            return
-        try:
-            self._stalled(saved, saved.copy.wait_out())
-        except (StorageError, DeadlineError) as error:  # the tensor is whole
-            self.faults.append(_bare(error))
-            saved.copy.drop()
-            saved.copy = None if saved.modified else self._start_out(saved, Tier.HOST)
-            if saved.copy is None:
-                return
-            saved.copy.wait_out()
-        if saved.modified:  # while it was on its way out: the copy is of no use
-            saved.copy.drop()
-            saved.copy = None
-            return
-        saved.tensor = None
-        self._give_back(saved)
-
-    def _start_back(self, saved: Saved, *, urgent: bool = False) -> None:
-        if saved.copy is None or saved.resident or saved.tokens == 0:
-            return
-        saved.arrival = self.device.start_back(saved.copy, urgent=urgent)
-        self._resident[id(saved)] = saved
-        self._take(saved.nbytes)
-
-    def _bring(self, saved: Saved) -> None:
-        """Wait until `saved` is on the device."""
-        if not saved.resident:
-            if self._schedule is None:
-                self._make_room(saved.nbytes, self.limit_bytes)
-            self._start_back(saved, urgent=True)
-        if saved.arrival is None:
-            return
-        storage, offset, waited_ns = saved.arrival.wait()
-        self._stalled(saved, waited_ns)
-        tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        saved.tensor = tensor.set_(storage, 0, (storage.nbytes(),), (1,))
-        saved.version = saved.tensor._version
-        saved.offset = offset
-        saved.arrival = None
-
-    def _make_room(self, nbytes: int, limit_bytes: int, *, strict: bool = False) -> None:
-        """Let the first-saved tensors leave until `nbytes` more fit under the limit."""
-        victims = iter([s for s in self._resident.values() if s.tensor is not None])
-        while self.managed_bytes + nbytes > limit_bytes:
-            victim = next(victims, None)
-            if victim is None:
-                if strict or self.faults:
-                    self._overrun(limit_bytes)
-                return
-            if victim.in_use or victim.tokens == 0 or victim.modified:
-                continue
-            if victim.copy is None:
-                victim.copy = self._start_out(victim, Tier.STORAGE, Tier.HOST)
-            self._finish_leaving(victim)
-
-    def _overrun(self, limit_bytes: int) -> None:
-        what = (
-            f"saved activations take {format_nbytes(self.managed_bytes)} where "
-            f"{format_nbytes(max(0, limit_bytes))} are left of device_budget, and none can leave; "
-            "raise device_budget"
-        )
-        if not self.faults:
-            raise BudgetExceededError(what)
-        fault = _bare(self.faults[0])
-        fault.args = (f"{fault}; {what}, or make room in storage",)
-        raise fault
-
-    def _stalled(self, saved: Saved, waited_ns: int) -> None:
-        if waited_ns > 0 and self.recorder is not None:
-            now = time.perf_counter_ns() - self._start_ns
-            self.stalls.append(
-                StallRecord(
-                    site=self.recorder.num_sites - 1,
-                    tensor=saved.name,
-                    start_ns=max(0, now - waited_ns),
-                    duration_ns=waited_ns,
-                )
-            )
-
-    def _take(self, nbytes: int) -> None:
-        self.managed_bytes += nbytes
-
-    def _give_back(self, saved: Saved) -> None:
-        if self._resident.pop(id(saved), None) is not None:
-            self.managed_bytes -= saved.nbytes
-
-
-def _bare(error: StorageError | DeadlineError) -> StorageError | DeadlineError:
-    """The error without its causes and their frames, which hold the user's tensors."""
-    bare = copy.copy(error)
-    bare.errno = error.errno
-    return bare
 
 
 _LARGEST_ITEM_BYTES = 16

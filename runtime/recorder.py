@@ -6,17 +6,20 @@ own doing (waits, copies) and counts for neither the time nor the memory of the 
 
 import hashlib
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from teraplan.runtime.device import Device
 from teraplan.runtime.saved import Saved
 from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
 
-Signature = tuple[tuple[SiteKind, str, int, bool, int | None], ...]
+SiteKey = tuple[SiteKind, str, int, bool, int | None]
+"""A site without its times: kind, graph, number of the call, backward?, tensor."""
+Signature = tuple[SiteKey, ...]
 """What a step consists of, times and sizes left out."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What is known of a saved activation beside its sites."""
 
@@ -25,22 +28,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     layer: str
-    saves: list[int] = field(default_factory=list[int])
-    needs: list[int] = field(default_factory=list[int])
-    dones: list[int] = field(default_factory=list[int])
-
-
-@dataclass(slots=True)
-class _Event:
-    kind: SiteKind
-    graph: str
-    call: int
-    backward: bool
-    tensor: int | None
-    arrived: object
-    peak_before: int
-    left: object = None
-    managed_after: int = 0
 
 
 class StepRecorder:
@@ -54,51 +41,46 @@ class StepRecorder:
             device.measure_exactly()
             device.take_peak()
         self._base_bytes = device.resident_bytes()
-        self._events: list[_Event] = []
+        self._keys: list[SiteKey] = []
+        self._arrived: list[object] = []
+        self._left: list[object] = []
+        self._managed: list[int] = []
+        """Bytes of managed tensors resident after each site."""
+        self._peaks: list[int] = []
+        """Before each site, if memory is measured."""
         self.tensors: list[TensorInfo] = []
         self.start_mark = device.mark()
         self.start_ns = time.perf_counter_ns()
         self._end_mark: object = None
+        self._sites_at_end = -1
         self._last_peak = 0
 
     @property
     def num_sites(self) -> int:
         """Sites so far."""
-        return len(self._events)
+        return len(self._keys)
 
     @property
     def process_overhead_bytes(self) -> int:
         """What the process held beside tensors when the step began."""
         return self._base_bytes - self.state_bytes
 
-    def arrive(
-        self, kind: SiteKind, graph: str, call: int, backward: bool, tensor: int | None
-    ) -> None:
+    def arrive(self, key: SiteKey) -> None:
         """A site is reached."""
-        self._events.append(
-            _Event(
-                kind=kind,
-                graph=graph,
-                call=call,
-                backward=backward,
-                tensor=tensor,
-                arrived=self._device.mark(),
-                peak_before=self._device.take_peak() if self.measure_memory else 0,
-            )
-        )
-        if tensor is not None:
-            info, site = self.tensors[tensor], len(self._events) - 1
-            {SiteKind.SAVE: info.saves, SiteKind.NEED: info.needs, SiteKind.DONE: info.dones}[
-                kind
-            ].append(site)
+        mark = self._device.mark()
+        self._keys.append(key)
+        self._arrived.append(mark)
+        self._left.append(mark)  # and so it stays if what follows fails
+        self._managed.append(self._managed[-1] if self._managed else 0)
+        if self.measure_memory:
+            self._peaks.append(self._device.take_peak())
 
     def leave(self, managed_bytes: int) -> None:
         """The engine is through with the site; `managed_bytes` are resident from here on."""
-        event = self._events[-1]
-        event.managed_after = managed_bytes
+        self._managed[-1] = managed_bytes
         if self.measure_memory:
             self._device.take_peak()
-        event.left = self._device.mark()
+        self._left[-1] = self._device.mark()
 
     def add_tensor(self, saved: Saved, shape: tuple[int, ...], dtype: str, layer: str) -> None:
         """A storage is saved for the first time in this step; numbered in order."""
@@ -107,34 +89,43 @@ class StepRecorder:
             TensorInfo(name=saved.name, nbytes=saved.nbytes, shape=shape, dtype=dtype, layer=layer)
         )
 
+    def may_end_here(self) -> None:
+        """An optimizer has stepped: without another site, what follows is not the step's.
+
+        That is loading data, evaluation, a checkpoint.
+        """
+        self._end_mark = self._device.mark()
+        self._sites_at_end = self.num_sites
+
     def finish(self) -> None:
         """The step is over."""
-        self._end_mark = self._device.mark()
+        if self._sites_at_end != self.num_sites:
+            self._end_mark = self._device.mark()
         self._last_peak = self._device.take_peak() if self.measure_memory else 0
 
     def signature(self) -> Signature:
         """What must be equal in two steps for their measurements to be of the same thing."""
-        return tuple((e.kind, e.graph, e.call, e.backward, e.tensor) for e in self._events)
+        return tuple(self._keys)
 
     def durations_ns(self) -> tuple[int, ...]:
         """Computation in each interval."""
-        ends = [*(e.arrived for e in self._events[1:]), self._end_mark]
+        ends = [*self._arrived[1:], self._end_mark]
         return tuple(
-            max(0, self._device.elapsed_ns(event.left, end))
-            for event, end in zip(self._events, ends, strict=True)
+            max(0, self._device.elapsed_ns(left, end))
+            for left, end in zip(self._left, ends, strict=True)
         )
 
     def workspaces_bytes(self) -> tuple[int, ...]:
         """Peak of each interval beside state and managed tensors; only if memory was measured."""
-        peaks = [*(e.peak_before for e in self._events[1:]), self._last_peak]
+        peaks = [*self._peaks[1:], self._last_peak]
         return tuple(
-            max(0, peak - self._base_bytes - event.managed_after)
-            for event, peak in zip(self._events, peaks, strict=True)
+            max(0, peak - self._base_bytes - managed)
+            for managed, peak in zip(self._managed, peaks, strict=True)
         )
 
     def site_starts_ns(self) -> tuple[int, ...]:
         """When each site was reached, from the start of the step."""
-        return tuple(self._device.elapsed_ns(self.start_mark, e.arrived) for e in self._events)
+        return tuple(self._device.elapsed_ns(self.start_mark, mark) for mark in self._arrived)
 
     def total_ns(self) -> int:
         """Length of the step, waits included."""
@@ -142,7 +133,7 @@ class StepRecorder:
 
     def managed_bytes(self) -> tuple[int, ...]:
         """Bytes of managed tensors resident after each site."""
-        return tuple(e.managed_after for e in self._events)
+        return tuple(self._managed)
 
     def trace(
         self,
@@ -154,11 +145,10 @@ class StepRecorder:
         kernels: str,
     ) -> StepTrace:
         """This step's sites and tensors with the given measurements."""
-        graphs = tuple(dict.fromkeys(e.graph for e in self._events))
         sizes = ",".join(f"{t.name}:{t.nbytes}" for t in self.tensors)
         return StepTrace(
             fingerprint=Fingerprint(
-                graphs=graphs,
+                graphs=tuple(dict.fromkeys(graph for _, graph, *_ in self._keys)),
                 shapes=hashlib.sha256(sizes.encode()).hexdigest()[:16],
                 torch_version=torch_version,
                 kernels=kernels,
@@ -167,27 +157,37 @@ class StepRecorder:
             state_bytes=state_bytes,
             sites=tuple(
                 Site(
-                    kind=e.kind,
-                    graph=e.graph,
-                    call=e.call,
-                    backward=e.backward,
-                    tensor_id=e.tensor,
+                    kind=kind,
+                    graph=graph,
+                    call=call,
+                    backward=backward,
+                    tensor_id=tensor,
                     duration_ns=duration,
                     workspace_bytes=workspace,
                 )
-                for e, duration, workspace in zip(
-                    self._events, durations_ns, workspaces_bytes, strict=True
+                for (kind, graph, call, backward, tensor), duration, workspace in zip(
+                    self._keys, durations_ns, workspaces_bytes, strict=True
                 )
             ),
-            tensors=tuple(self._tensor(info) for info in self.tensors),
+            tensors=tuple(map(self._tensor, self.tensors, self._windows())),
         )
 
-    def _tensor(self, info: TensorInfo) -> Tensor:
-        windows: tuple[tuple[int, int], ...] = ()
-        if info.needs and info.dones:
-            windows = ((info.saves[0], info.saves[-1]), (info.needs[0], info.dones[-1]))
-        else:  # no backward asked for it: it is there until the step ends
-            windows = (*windows, (info.saves[0], len(self._events)))
+    def _windows(self) -> Iterator[tuple[tuple[int, int], ...]]:
+        """When each tensor has to be on the device, in sites."""
+        sites: list[dict[SiteKind, list[int]]] = [{} for _ in self.tensors]
+        for site, (kind, *_, tensor) in enumerate(self._keys):
+            if tensor is not None:
+                sites[tensor].setdefault(kind, []).append(site)
+        for of_tensor in sites:
+            saves = of_tensor[SiteKind.SAVE]
+            needs, dones = of_tensor.get(SiteKind.NEED), of_tensor.get(SiteKind.DONE)
+            if needs and dones:
+                yield (saves[0], saves[-1]), (needs[0], dones[-1])
+            else:  # no backward asked for it: it is there until the step ends
+                yield ((saves[0], len(self._keys)),)
+
+    @staticmethod
+    def _tensor(info: TensorInfo, windows: tuple[tuple[int, int], ...]) -> Tensor:
         return Tensor(
             name=info.name,
             kind=TensorKind.ACTIVATION,

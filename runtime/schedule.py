@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from teraplan.plan import Migration, Plan
+from teraplan.runtime.recorder import SiteKey
 from teraplan.step_trace import Site
 
 
@@ -28,9 +29,14 @@ class Schedule:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.sites: tuple[Site, ...] = plan.trace.sites
+        self._keys = tuple((s.kind, s.graph, s.call, s.backward, s.tensor_id) for s in self.sites)
         available = plan.budgets.device_bytes - plan.trace.state_bytes
         self.limits_bytes = tuple(available - site.workspace_bytes for site in self.sites)
         self._actions = _by_site(plan.migrations)
+
+    def expects(self, site: int, key: SiteKey) -> bool:
+        """True if `key` is what the plan has at `site`."""
+        return site < len(self._keys) and self._keys[site] == key
 
     def actions(self, site: int) -> Actions:
         """What to do at `site`."""

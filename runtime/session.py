@@ -10,13 +10,11 @@ forward left that waits for its backward. Steps whose first graph or input sizes
 different kinds, each measured and planned by itself.
 """
 
-import bisect
 import copy
-import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -31,12 +29,14 @@ from teraplan.errors import (
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.plan import Plan
 from teraplan.report.summary import plan_banner
-from teraplan.run_record import RunRecord, StallRecord, TransferRecord
+from teraplan.run_record import TransferRecord
 from teraplan.runtime.budget import GraphForecast
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
+from teraplan.runtime.feedback import HEADROOM_FRACTION, learn
 from teraplan.runtime.plan_maker import PlanMaker
+from teraplan.runtime.planned_step import run_record
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.report_files import ReportFiles
 from teraplan.runtime.schedule import Schedule
@@ -55,17 +55,9 @@ _KEPT_RUNS = 64
 _MAX_EVENTS = 1_000_000
 _MAX_MERGED_STEPS = 3
 """So often an optimizer may step while a forward waits for a backward that may never come."""
-_MAX_CORRECTIONS = 4
-_CORRECTION_FACTOR = 1.25
-"""Of what the process took beyond its budget, so much is held back. It is faster to move more than
-to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
-_HEADROOM_FRACTION = 0.03
 _HEADROOM_BYTES = 8 << 20
-"""Together, the headroom of `Device.keep_under`: so much free memory may lie between tensors."""
-_CHECKED_AFTER = 1
-"""Planned steps after which the peak is compared with the budget."""
-_CALIBRATED_AFTER = 4
-"""Steps under one plan after which predicted and actual times are compared."""
+"""With a share of the budget, the headroom of `Device.keep_under`: so much free memory may lie
+between tensors."""
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
 
@@ -114,6 +106,8 @@ class Session:
         """Some optimizer has updated its parameters."""
         self._optimizer_known = True
         self._optimizer_steps += 1
+        if self.engine.recorder is not None:
+            self.engine.recorder.may_end_here()
 
     def end_call(self) -> None:
         """A compiled graph has run. Where it had no op, nothing has looked at the budget yet.
@@ -167,8 +161,8 @@ class Session:
         plan = "without a plan" if engine.unplanned else "under a plan"
         return (
             f"teraplan on {self.device.name}: step {self.steps}, after site {site}, {plan}; "
-            f"{format_nbytes(engine.managed_bytes)} of saved activations on the device, "
-            f"{len(engine.faults)} faults in this step\n{self.device.storage.describe()}"
+            f"{format_nbytes(engine.mover.managed_bytes)} of saved activations on the device, "
+            f"{len(engine.mover.faults)} faults in this step\n{self.device.storage.describe()}"
         )
 
     def close(self) -> None:
@@ -239,8 +233,7 @@ class Session:
     def _take_faults(self) -> list[str]:
         """What has gone wrong with storage in the step that has ended."""
         stays = "could not leave the device, and stayed"
-        faults = [f"{stays}: {error}" for error in self.engine.faults]
-        self.engine.faults = []
+        faults = [f"{stays}: {error}" for error in self.engine.mover.faults]
         working = sum(store.in_use for store in self.device.stores())
         if working < self._num_stores:
             faults.append(f"{self._num_stores - working} storage directories are out of use")
@@ -269,37 +262,21 @@ class Session:
         if case.runs_of is not case.schedule:
             case.runs.clear()
             case.runs_of = case.schedule
-        case.runs.append(
-            RunRecord(
-                step=self.steps - 1,
-                duration_ns=recorder.total_ns(),
-                device_peak_bytes=self._counted_peak(case, recorder),
-                managed_peak_bytes=engine.managed_peak_bytes,
-                site_start_ns=recorder.site_starts_ns(),
-                managed_bytes=recorder.managed_bytes(),
-                transfers=_from_start(transfers, recorder.start_ns),
-                stalls=(*engine.stalls, *_device_stalls(self.device, recorder)),
-            )
-        )
+        plan = case.schedule.plan
+        case.runs.append(run_record(self.steps - 1, plan.trace, recorder, engine, transfers))
         del case.runs[:-_KEPT_RUNS]
         if len(case.runs) in _RUNS_WRITTEN_AT:
-            self.reports.write_runs(case.number, case.schedule.plan, case.runs)
-        case.unchecked_runs += 1
-        if case.unchecked_runs == _CHECKED_AFTER:
-            case.unchecked_runs = 0
-            self._correct_overshoot(case)
-        if len(case.runs) == _CALIBRATED_AFTER and case.runs_of is case.schedule:
-            self._calibrate(case)
-
-    def _counted_peak(self, case: Case, recorder: StepRecorder) -> int:
-        assert case.schedule is not None
-        trace = case.schedule.plan.trace
-        managed = recorder.managed_bytes()
-        if len(managed) != len(trace.sites):
-            return trace.state_bytes + self.engine.managed_peak_bytes
-        return trace.state_bytes + max(
-            site.workspace_bytes + nbytes for site, nbytes in zip(trace.sites, managed, strict=True)
+            self.reports.write_runs(case.number, plan, case.runs)
+        lesson = learn(
+            case,
+            self.plans,
+            peak_bytes=self.actual_peak_bytes(),
+            budget_bytes=plan.budgets.device_bytes + self.keeper.limit_bytes,
         )
+        if lesson.fallback:
+            self._fall_back(lesson.fallback)
+        if lesson.plan is not None:
+            self._follow(case, lesson.plan, peak_starts_anew=lesson.peak_starts_anew)
 
     # -- plans ---------------------------------------------------------------------------------
 
@@ -313,59 +290,13 @@ class Session:
                 )
         self.plans.require_known(table)
 
-    def _follow(self, case: Case, plan: Plan) -> None:
+    def _follow(self, case: Case, plan: Plan, *, peak_starts_anew: bool = True) -> None:
         case.schedule = Schedule(plan)
         self.reports.write_plan(case.number, plan)
-        self._start_measuring()
+        if peak_starts_anew:  # and with no free memory left over
+            self.device.run_fast()
+            self.device.take_peak()
         log.info("%s", plan_banner(plan))
-
-    def _start_measuring(self) -> None:
-        """Measure the peak from here on, with no free memory left over."""
-        self.device.run_fast()
-        self.device.take_peak()
-
-    def _calibrate(self, case: Case) -> None:
-        """If planned steps take longer than was predicted, or shorter, plan with what they take."""
-        if case.calibrated or self.plans.replayed is not None or not case.calibrate():
-            return
-        try:
-            plan = self.plans.make(case)
-        except InfeasibleBudgetError as error:  # a policy of someone else's: the old plan works
-            self._fall_back(f"there is no plan with the times of planned steps: {error}")
-            return
-        case.schedule = Schedule(plan)
-        self.reports.write_plan(case.number, plan)
-        log.info("computation in planned steps: %.3f of the measured time", case.slowdown)
-
-    def _correct_overshoot(self, case: Case) -> None:
-        """If the process took more than the budget, make a plan that holds the difference back."""
-        actual = self.actual_peak_bytes()
-        assert case.schedule is not None
-        budget = case.schedule.plan.budgets.device_bytes + self.keeper.limit_bytes
-        replayed = self.plans.replayed is not None
-        if actual <= budget or replayed or case.corrections >= _MAX_CORRECTIONS:
-            return
-        case.corrections += 1
-        log.info("peak was %s, budget %s", format_nbytes(actual), format_nbytes(budget))
-        least = int(budget * _HEADROOM_FRACTION)
-        beyond = max(int((actual - budget) * _CORRECTION_FACTOR), least)
-        if self._hold_back(case, case.reserve_bytes + beyond):
-            return
-        case.corrections = _MAX_CORRECTIONS
-        self._fall_back(
-            f"peak memory is {format_nbytes(actual)}, over the budget of "
-            f"{format_nbytes(budget)}: free memory between tensors leaves no room for it"
-        )
-
-    def _hold_back(self, case: Case, reserve_bytes: int) -> bool:
-        """Plan with `reserve_bytes` held back; False if nothing fits then: the old plan stays."""
-        before, case.reserve_bytes = case.reserve_bytes, reserve_bytes
-        try:
-            self._follow(case, self.plans.make(case))
-        except InfeasibleBudgetError:
-            case.reserve_bytes = before
-            return False
-        return True
 
     # -- budgets before there is a plan --------------------------------------------------------
 
@@ -434,26 +365,7 @@ class Session:
 
 
 def _headroom_bytes(budget_bytes: int) -> int:
-    return int(budget_bytes * _HEADROOM_FRACTION) + _HEADROOM_BYTES
-
-
-def _device_stalls(device: Device, recorder: StepRecorder) -> Iterator[StallRecord]:
-    """Waits that did not block the computing thread, each at the site that it came after."""
-    sites = recorder.site_starts_ns()
-    for tensor, start_ns, duration_ns in device.take_stalls():
-        start = max(0, start_ns - recorder.start_ns)
-        site = max(0, bisect.bisect_right(sites, start) - 1)
-        yield StallRecord(site=site, tensor=tensor, start_ns=start, duration_ns=duration_ns)
-
-
-def _from_start(transfers: tuple[TransferRecord, ...], start_ns: int) -> tuple[TransferRecord, ...]:
-    """The transfers with times counted from the start of their step."""
-    return tuple(
-        dataclasses.replace(
-            t, start_ns=max(0, t.start_ns - start_ns), end_ns=max(0, t.end_ns - start_ns)
-        )
-        for t in transfers
-    )
+    return int(budget_bytes * HEADROOM_FRACTION) + _HEADROOM_BYTES
 
 
 def _after_optimizer(session: "weakref.ref[Session]") -> Callable[..., None]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from teraplan.runtime.engine import Engine
+from teraplan.runtime.mover import Mover
 from teraplan.runtime.saved import Saved
 from teraplan.runtime.session import Session
 
@@ -22,11 +23,11 @@ def everything_leaves(*, poison: bool = False) -> Iterator[list[str]]:
     Only for programs whose results share no memory with saved activations.
     """
     left: list[str] = []
-    finish, release = Engine._finish_leaving, Engine.release
+    finish, release = Mover.finish_leaving, Engine.release
 
-    def finish_leaving(self: Engine, saved: Saved, *args: object, **kwargs: object) -> None:
+    def finish_leaving(self: Mover, saved: Saved) -> None:
         tensor = saved.tensor
-        finish(self, saved, *args, **kwargs)
+        finish(self, saved)
         if tensor is not None and saved.tensor is None:
             left.append(saved.name)
             if poison:
@@ -41,7 +42,7 @@ def everything_leaves(*, poison: bool = False) -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "_safe_limit", lambda _: 0)
-        patch.setattr(Engine, "_finish_leaving", finish_leaving)
+        patch.setattr(Mover, "finish_leaving", finish_leaving)
         patch.setattr(Engine, "release", release_and_poison)
         yield left
 

@@ -162,7 +162,7 @@ class FaultyTraining:
         device.storage = Storage.open(self._directories, deadline_s=5.0)
         session._error, session._fault = None, ""
         session._num_stores = len(self._directories)
-        session.engine.faults = []
+        session.engine.mover.faults = []
         if session.active is not None:
             session.active.schedule = self._planned
 

@@ -1,11 +1,17 @@
 """What planned steps take becomes what the next plan expects."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 
+import torch
+
 from teraplan.run_record import RunRecord
+from teraplan.runtime.feedback import learn
 from teraplan.runtime.session import Session
 from tests.end_to_end.training import MLP, Run, run, sessions, training
+
+IDLE_NS = 1_000_000_000
 
 
 def _after_training(check: Callable[[Session], None]) -> None:
@@ -21,7 +27,7 @@ def _make_out(session: Session, slower: float) -> int:
     (case,) = session.cases.values()
     assert case.schedule is not None
     took_ns = int(case.schedule.plan.prediction.step_ns * slower)
-    case.runs = [_with_duration(record, took_ns) for record in case.runs]
+    case.runs = [_with_duration(case.runs[-1], took_ns)] * 4
     case.calibrated, case.slowdown = False, 1.0
     return took_ns
 
@@ -34,23 +40,40 @@ def test_predictions_follow_what_planned_steps_take() -> None:
     def check(session: Session) -> None:
         (case,) = session.cases.values()
         took_ns = _make_out(session, 10.0)
-        session._calibrate(case)
-        assert case.schedule is not None
-        predicted_ns = case.schedule.plan.prediction.step_ns
-        assert 0.9 * took_ns < predicted_ns < 1.1 * took_ns
-        session._calibrate(case)
-        assert case.schedule.plan.prediction.step_ns == predicted_ns, "once is enough"
+        plan = learn(case, session.plans, peak_bytes=0, budget_bytes=1).plan
+        assert plan is not None
+        assert 0.9 * took_ns < plan.prediction.step_ns < 1.1 * took_ns
+        again = learn(case, session.plans, peak_bytes=0, budget_bytes=1)
+        assert again.plan is None, "once is enough"
 
     _after_training(check)
+
+
+def test_what_users_do_between_steps_is_no_part_of_a_step() -> None:
+    def program(this: Run) -> None:
+        net = MLP()
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(6):
+            torch.autograd.backward(net(*net.batch(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(IDLE_NS / 1e9)
+        (case,) = next(iter(sessions())).cases.values()
+        assert case.runs
+        assert all(record.duration_ns < IDLE_NS for record in case.runs)
+        assert case.schedule is not None
+        assert case.schedule.plan.prediction.step_ns < IDLE_NS
+
+    run(program, device_budget="90%")
 
 
 def test_a_right_prediction_stays() -> None:
     def check(session: Session) -> None:
         (case,) = session.cases.values()
         _make_out(session, 1.02)
-        before = case.schedule
-        session._calibrate(case)
-        assert case.schedule is before
+        assert learn(case, session.plans, peak_bytes=0, budget_bytes=1).plan is None
+        assert case.calibrated
         assert case.slowdown == 1.0
 
     _after_training(check)

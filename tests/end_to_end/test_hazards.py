@@ -244,7 +244,7 @@ def test_training_goes_on_after_an_exception(where: str, left: list[str] | None)
         hook.remove()
     model.zero_grad()
     gc.collect()
-    assert session().engine.managed_bytes == 0
+    assert session().engine.mover.managed_bytes == 0
     assert got + _train(model, step, range(2, 4)) == expected
 
 
@@ -278,7 +278,7 @@ def test_exception_in_the_middle_of_backward(left: list[str] | None) -> None:
         torch.autograd.backward(step(*MLP().batch(5), fail))
     model.zero_grad()
     gc.collect()
-    assert session().engine.managed_bytes == 0
+    assert session().engine.mover.managed_bytes == 0
     assert got + _train(model, step, range(2, 3)) == expected
 
 
@@ -286,7 +286,7 @@ def held() -> tuple[bool, bool, bool]:
     """Whether a backward is waited for, and whether memory and files hold anything for it."""
     engine, device = session().engine, session().device
     assert isinstance(device, CpuDevice)
-    return not engine.idle, engine.managed_bytes > 0, device.storage.bytes_in_use > 0
+    return not engine.idle, engine.mover.managed_bytes > 0, device.storage.bytes_in_use > 0
 
 
 def test_a_dropped_forward_frees_everything(left: list[str] | None) -> None:

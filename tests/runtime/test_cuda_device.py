@@ -351,6 +351,10 @@ def test_pageable_memory_is_named_and_refused_when_strict() -> None:
     cuda.close()
 
 
+CLOCKS_APART_NS = 10_000_000
+"""Device and host are tied by an event that a busy machine may record late."""
+
+
 def test_transfers_and_waits_of_the_device_are_timed() -> None:
     with World(slowest_s=0.02) as world:
         names = [(Tier.HOST, 2 * MIB), (Tier.STORAGE, LARGE)]
@@ -364,7 +368,10 @@ def test_transfers_and_waits_of_the_device_are_timed() -> None:
             (tier, nbytes, direction) for tier, nbytes in names for direction in Direction
         ]
         assert all(0 < r.start_ns < r.end_ns for r in records)
-        assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(records))
+        assert all(
+            a.start_ns < b.start_ns and a.end_ns <= b.start_ns + CLOCKS_APART_NS
+            for a, b in itertools.pairwise(records)
+        )
         assert {r.store for r in records if r.tier is Tier.HOST} == {""}
         assert all(r.store for r in records if r.tier is Tier.STORAGE)
         assert not world.device.take_transfers()

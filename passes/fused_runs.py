@@ -1,0 +1,63 @@
+"""Runs of nodes that Inductor may compile into one kernel, which no op of ours should cut.
+
+    mm | add  gelu  mul  sum | mm           | are the ends of runs
+
+An op that says it mutates a tensor makes Inductor compute all pending readers of the tensor before
+it. In the middle of a run that costs passes over memory: a GPT's layer got five more kernels, and
+a step took 4 % longer.
+"""
+
+import operator
+
+import torch
+from torch import fx
+from torch._functorch.partitioners import get_default_op_list
+
+from teraplan.passes.aliases import is_view
+
+_MAX_NODES = 64
+"""As many as Inductor puts in one kernel (`max_fusion_size`)."""
+
+_aten = torch.ops.aten
+_ALSO_FUSED = frozenset(
+    (_aten.embedding, _aten.embedding_dense_backward, _aten.constant_pad_nd, _aten.cat)
+)
+"""Inductor inlines these, although the partitioner does not count on it."""
+
+
+class FusedRuns:
+    """The runs of one graph as it is now."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        known = get_default_op_list()
+        self._fused = frozenset((*known.fusible_ops, *known.view_ops, *_ALSO_FUSED))
+        self._nodes: list[fx.Node] = list(graph.nodes)
+        self._number = {node: i for i, node in enumerate(self._nodes)}
+
+    def first(self, node: fx.Node) -> fx.Node:
+        """The first node of the run of `node`, or itself. Views at the ends do not count."""
+        return self._end(node, -1)
+
+    def last(self, node: fx.Node) -> fx.Node:
+        """The last one."""
+        return self._end(node, 1)
+
+    def is_fused(self, node: fx.Node) -> bool:
+        """True for arithmetic, reductions and views; False for products, attention and the like."""
+        if node.op != "call_function":
+            return False
+        if node.target is operator.getitem:
+            return True
+        return getattr(node.target, "overloadpacket", None) in self._fused
+
+    def _end(self, node: fx.Node, step: int) -> fx.Node:
+        if not self.is_fused(node):
+            return node
+        number, end = self._number[node], node
+        for distance in range(1, _MAX_NODES + 1):
+            other = self._nodes[number + step * distance]
+            if not self.is_fused(other):
+                break
+            if not is_view(other):
+                end = other
+        return end

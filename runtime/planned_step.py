@@ -1,0 +1,60 @@
+"""The record of a step that ran under a plan."""
+
+import bisect
+import dataclasses
+from collections.abc import Iterator
+
+from teraplan.run_record import RunRecord, StallRecord, TransferRecord
+from teraplan.runtime.device import Device
+from teraplan.runtime.engine import Engine
+from teraplan.runtime.recorder import StepRecorder
+from teraplan.step_trace import StepTrace
+
+
+def run_record(
+    step: int,
+    trace: StepTrace,
+    recorder: StepRecorder,
+    engine: Engine,
+    transfers: tuple[TransferRecord, ...],
+) -> RunRecord:
+    """What happened in step number `step`, for which a plan had been made from `trace`."""
+    stalls = (*engine.mover.stalls, *_device_stalls(engine.device, recorder))
+    return RunRecord(
+        step=step,
+        duration_ns=recorder.total_ns(),
+        device_peak_bytes=_counted_peak(trace, recorder, engine),
+        managed_peak_bytes=engine.managed_peak_bytes,
+        site_start_ns=recorder.site_starts_ns(),
+        managed_bytes=recorder.managed_bytes(),
+        transfers=_from_start(transfers, recorder.start_ns),
+        stalls=stalls,
+    )
+
+
+def _counted_peak(trace: StepTrace, recorder: StepRecorder, engine: Engine) -> int:
+    managed = recorder.managed_bytes()
+    if len(managed) != len(trace.sites):
+        return trace.state_bytes + engine.managed_peak_bytes
+    return trace.state_bytes + max(
+        site.workspace_bytes + nbytes for site, nbytes in zip(trace.sites, managed, strict=True)
+    )
+
+
+def _device_stalls(device: Device, recorder: StepRecorder) -> Iterator[StallRecord]:
+    """Waits that did not block the computing thread, each at the site that it came after."""
+    sites = recorder.site_starts_ns()
+    for tensor, start_ns, duration_ns in device.take_stalls():
+        start = max(0, start_ns - recorder.start_ns)
+        site = max(0, bisect.bisect_right(sites, start) - 1)
+        yield StallRecord(site=site, tensor=tensor, start_ns=start, duration_ns=duration_ns)
+
+
+def _from_start(transfers: tuple[TransferRecord, ...], start_ns: int) -> tuple[TransferRecord, ...]:
+    """The transfers with times counted from the start of their step."""
+    return tuple(
+        dataclasses.replace(
+            t, start_ns=max(0, t.start_ns - start_ns), end_ns=max(0, t.end_ns - start_ns)
+        )
+        for t in transfers
+    )
