@@ -50,12 +50,15 @@ _STATES_PER_PARAMETER = {
 }
 
 
+def optimizers() -> list[torch.optim.Optimizer]:
+    """Every optimizer of this process. Walks all objects, as `storages` does."""
+    return [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
+
+
 def missing_optimizer_nbytes(device_type: str) -> int:
     """Bytes of optimizer state that the first `step()` of known optimizers will create."""
     missing = 0
-    for optimizer in gc.get_objects():
-        if not issubclass(type(optimizer), torch.optim.Optimizer):
-            continue
+    for optimizer in optimizers():
         per_parameter = _STATES_PER_PARAMETER.get(type(optimizer).__name__, 0)
         for group in optimizer.param_groups:
             count = per_parameter + bool(group.get("amsgrad")) + bool(group.get("momentum"))

@@ -15,11 +15,21 @@ from teraplan.status import Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
     from torch import nn
 
     from teraplan import backend as _backend
 
-__all__ = ["Status", "TeraplanError", "__version__", "dump", "materialize", "status"]
+__all__ = [
+    "Status",
+    "TeraplanError",
+    "__version__",
+    "attach",
+    "detach",
+    "dump",
+    "materialize",
+    "status",
+]
 __version__ = "0.1.0"
 
 
@@ -41,6 +51,35 @@ def materialize(
     return module.materialize(  # type: ignore[no-any-return,attr-defined]
         model, options=options, initialize=initialize
     )
+
+
+def attach(optimizer: "torch.optim.Optimizer") -> "torch.optim.Optimizer":
+    """Let the optimizer's step run in buckets where the training state moves; returns it.
+
+    An optimizer with parameters of a compiled model needs no such call: it attaches itself. This
+    says it beforehand, takes back `detach`, and has three effects of its own: an optimizer that
+    cannot be attached is refused here instead of at its first step; state that it already has, as
+    after `load_state_dict`, moves at once; so do its parameters that are in no compiled model, such
+    as a head that runs eagerly or fp32 master weights.
+
+    Raises:
+        UnsupportedError: it is no optimizer, or one that updates all parameters together (LBFGS).
+    """
+    module: _backend = importlib.import_module("teraplan.backend")  # type: ignore[valid-type]
+    return module.attach(optimizer)  # type: ignore[no-any-return,attr-defined]
+
+
+def detach(optimizer: "torch.optim.Optimizer") -> "torch.optim.Optimizer":
+    """Let the optimizer's step run as torch runs it, from its next step on; returns it.
+
+    Parameters and gradients go on moving. The step reads and writes what is away through its file:
+    slower, and the same bits. What state it has stays where it is, new state stays in memory.
+
+    Raises:
+        UnsupportedError: it is no optimizer.
+    """
+    module: _backend = importlib.import_module("teraplan.backend")  # type: ignore[valid-type]
+    return module.detach(optimizer)  # type: ignore[no-any-return,attr-defined]
 
 
 def status() -> Status:

@@ -26,6 +26,7 @@ from teraplan.runtime.dispatch import running
 from teraplan.runtime.dump_signal import dump_on_signal
 from teraplan.runtime.open_device import open_device
 from teraplan.runtime.session import Session
+from teraplan.runtime.state import optimizer_steps
 from teraplan.runtime.state.materialize import materialize as give_memory
 from teraplan.status import Status
 
@@ -75,6 +76,16 @@ def materialize(
     give_memory(model, session.keeper.state, initialize)
     _materialized[model] = session
     return model
+
+
+def attach(optimizer: object) -> torch.optim.Optimizer:
+    """See `teraplan.attach`."""
+    return optimizer_steps.attach(optimizer)
+
+
+def detach(optimizer: object) -> torch.optim.Optimizer:
+    """See `teraplan.detach`."""
+    return optimizer_steps.detach(optimizer)
 
 
 _materialized: "weakref.WeakKeyDictionary[nn.Module, Session]" = weakref.WeakKeyDictionary()

@@ -5,6 +5,7 @@ move) is planned within the rest, by code that knows nothing of this.
 """
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -41,6 +42,8 @@ class StateKeeper:
         """Why the training state stays although it should move."""
         self._steps: OptimizerSteps | None = None
         self._largest_bytes = 0
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
+        """Those that there were when the first graph was compiled."""
 
     @property
     def moves(self) -> bool:
@@ -58,7 +61,15 @@ class StateKeeper:
         """What takes a slower path than it should, one sentence each."""
         if self.state is None:
             return ()
-        return tuple(text for store in self.state.arena.storage.stores for text in store.fallbacks)
+        stores = self.state.arena.storage.stores
+        texts = [text for store in stores for text in store.fallbacks]
+        return (*texts, *self.staying)
+
+    @property
+    def staying(self) -> tuple[str, ...]:
+        """Which parameters stay although the state moves, and why, one sentence each."""
+        found = self.state.shared if self.state is not None else []
+        return tuple(_shared_text(parameter) for parameter in found)
 
     @property
     def limit_bytes(self) -> int:
@@ -76,6 +87,16 @@ class StateKeeper:
         self.expect(parameters)
         if self.state is not None:
             self.state.adopt_parameters(parameters)
+            self._take_in_optimizers()
+
+    def _take_in_optimizers(self) -> None:
+        """Let state move that was loaded before the first step, or it would count as what stays."""
+        if self._optimizers is None:
+            self._optimizers = weakref.WeakSet(census.optimizers())
+        assert self._steps is not None
+        for optimizer in self._optimizers:
+            if optimizer.state:
+                self._steps.take_in(optimizer)
 
     def expect(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """These, on the device or on the meta device, are to be trained."""
@@ -151,3 +172,12 @@ class StateKeeper:
         self.state = TrainingState(storage, int(max(0, left_bytes) * _FIRST_SHARE))
         self._device.keeps_beside(self.state.arena)
         self._steps = OptimizerSteps(self.state)
+
+
+def _shared_text(parameter: torch.Tensor) -> str:
+    shape = "x".join(map(str, parameter.shape))
+    return (
+        f"a parameter ({shape}, {format_nbytes(parameter.nbytes)}) stays in memory that something "
+        "else has, too: a view, an array, a state_dict or another parameter; drop it "
+        "before the first step, or tie parameters by using one object twice"
+    )

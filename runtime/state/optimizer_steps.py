@@ -1,10 +1,10 @@
 """Runs `optimizer.step()` in buckets: some parameters at a time, with all that belongs to them.
 
-    hooks of the user | bucket n-1 | ... | bucket 1 | the optimizer's own call: bucket 0 | hooks
+    hooks of the user | bucket n-1 | ... | bucket 1 | the user's own call: bucket 0 | hooks
 
-Each bucket is the optimizer's own step with `param_groups` narrowed to the bucket's parameters, so
-the arithmetic is its own. The last bucket is left to the call that the user has made. This is exact
-for every optimizer that updates each parameter by itself.
+Each bucket is the optimizer's own step, called on an object that stands in for the optimizer with
+the bucket's parameters, so the arithmetic is its own. This is exact for every optimizer that
+updates each parameter by itself.
 """
 
 import sys
@@ -12,21 +12,43 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.optim.optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from teraplan.errors import UnsupportedError
+from teraplan.runtime.state import attachment
+from teraplan.runtime.state.per_parameter import plain_step, updates_each_by_itself
+from teraplan.runtime.state.stand_in import (
+    Values,
+    equal,
+    is_stand_in,
+    stand_in,
+    take_over,
+    values_beside_state,
+)
 from teraplan.runtime.state.training_state import TrainingState
 
-_NOT_PER_PARAMETER = ("LBFGS",)
 _BUCKET_SHARE = 3
 """Buckets take at most this part of the limit: one computes, one comes in, one goes out."""
 
 Optimizer = torch.optim.Optimizer
-Groups = list[list[torch.Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step under way: its last bucket is the optimizer's own to do, on a stand-in."""
+
+    optimizer: Optimizer
+    """What the hooks before ours have left to be stepped: the user's, or a stand-in for it."""
+    random: torch.Tensor
+    """State of the random numbers at its beginning."""
+    using: ExitStack = field(default_factory=ExitStack)
+    bucket: Optimizer | None = None
 
 
 class OptimizerSteps:
@@ -35,18 +57,27 @@ class OptimizerSteps:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._whole: tuple[Optimizer, Groups, ExitStack] | None = None
+        self._steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
+        self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._draws_nothing: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers whose last step has used no random numbers."""
         hook = _calling(weakref.ref(self), "_before_hooks")
         self._hook = torch_optimizer.register_optimizer_step_pre_hook(hook)
+        _alive.add(self)
 
     def close(self) -> None:
         """Leave all optimizers alone from now on."""
-        self._restore()
+        for optimizer in list(self._steps):
+            self._end(optimizer)
         self._hook.remove()
-        for handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
-        self._handles.clear()
+        for optimizer in list(self._handles):
+            self._unhook(optimizer)
+        _alive.discard(self)
+
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Take the state that the optimizer has now, and its parameters if it is attached."""
+        if self._is_to_run(optimizer):
+            self._adopt(optimizer, _parameters(optimizer))
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -54,98 +85,129 @@ class OptimizerSteps:
         """Let ours be the last hook before and the first after, if the optimizer updates ours."""
         if _is_nested(optimizer):
             return
-        self._restore()
-        if not any(self._is_ours(p) for p in _parameters(optimizer)):
+        self._state.arena.user_may_have_run()
+        self._end(optimizer)
+        if not self._is_to_run(optimizer):
+            self._unhook(optimizer)
+            if any(self._is_ours(p) for p in _parameters(optimizer)):
+                self._state.stepped()
             return
         if optimizer not in self._handles:
-            before, after = (_calling(weakref.ref(self), name) for name in ("_before", "_after"))
-            self._handles[optimizer] = (
-                optimizer.register_step_pre_hook(before),
-                optimizer.register_step_post_hook(after),
-            )
-        before_handle, after_handle = self._handles[optimizer]
+            self._handles[optimizer] = self._hooked(optimizer)
+        before_handle, after_handle, _ = self._handles[optimizer]
         _ordered(optimizer._optimizer_step_pre_hooks).move_to_end(before_handle.id)
         _ordered(optimizer._optimizer_step_post_hooks).move_to_end(after_handle.id, last=False)
 
+    def _is_to_run(self, optimizer: Optimizer) -> bool:
+        """True if the optimizer's step is to run in buckets; an attached one's parameters are ours.
+
+        An optimizer that steps another one is left alone; that other one is not.
+        """
+        if attachment.is_detached(optimizer) or _steps_another(optimizer):
+            return False
+        ours = any(self._is_ours(p) for p in _parameters(optimizer))
+        if attachment.is_attached(optimizer) and (ours or list(_alive) == [self]):
+            others = [p for p in _parameters(optimizer) if not self._is_ours(p)]
+            self._state.adopt_parameters(others)
+            return True
+        return ours
+
+    def _hooked(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
+        names = ("_before", "_after", "take_in")
+        before, after, loaded = (_calling(weakref.ref(self), name) for name in names)
+        return (
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+            optimizer.register_load_state_dict_post_hook(loaded),
+        )
+
+    def _unhook(self, optimizer: Optimizer) -> None:
+        for handle in self._handles.pop(optimizer, ()):
+            handle.remove()
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        """Run all buckets but one, and leave that one in `param_groups`."""
+        """Run all buckets but one, and leave that one to the call that the user has made."""
         if _is_nested(optimizer):
             return None
-        name = type(optimizer).__name__
-        if name in _NOT_PER_PARAMETER:
-            raise UnsupportedError(
-                f"{name} updates all parameters together, which is not possible where the "
-                'training state moves; use another optimizer, or set training_state to "stays"'
-            )
+        attachment.refuse_by_name(optimizer)
         self._state.arena.user_may_have_run()
         args, kwargs = _called_once(args, kwargs)
-        buckets = self._buckets(optimizer)
-        whole: Groups = [group["params"] for group in optimizer.param_groups]
-        self._whole = (optimizer, whole, ExitStack())
+        self._state.arena.user_may_have_run()  # a closure may end with anything, such as clipping
+        self._try(optimizer, args[1:], kwargs)
+        step = _Step(args[0], torch.get_rng_state())
+        self._steps[optimizer] = step
         try:
-            self._run(optimizer, whole, buckets[:-1], args[1:], kwargs)
-            self._narrow(optimizer, whole, buckets[-1])
+            buckets = self._buckets(optimizer)
+            self._run(step, buckets[:-1], args[1:], kwargs)
+            step.bucket = self._bring(step, buckets[-1])
         except BaseException:
-            self._restore()
+            self._end(optimizer)
             raise
-        return args, kwargs
+        return (step.bucket, *args[1:]), kwargs
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if not _is_nested(optimizer):
-            self._restore()
-
-    def _restore(self) -> None:
-        """The bucket in `param_groups` is done: make them whole."""
-        if self._whole is None:
+        if _is_nested(optimizer) or optimizer not in self._steps:
             return
-        optimizer, whole, using = self._whole
-        self._whole = None
+        step = self._steps[optimizer]
+        assert step.bucket is not None
+        take_over(step.optimizer, step.bucket)
+        if torch.equal(step.random, torch.get_rng_state()):
+            self._draws_nothing.add(optimizer)
+        else:
+            self._draws_nothing.discard(optimizer)
+        self._end(optimizer)
+
+    def _end(self, optimizer: Optimizer) -> None:
+        """The last bucket is done, or never will be."""
+        step = self._steps.pop(optimizer, None)
+        if step is None:
+            return
         self._state.stepped()
-        using.close()
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-            if group["params"] is not parameters:
-                self._adopt(optimizer, group["params"])
-            group["params"] = parameters
+        step.using.close()
+        if step.bucket is not None:
+            self._adopt(step.bucket, _parameters(step.bucket))
 
     # -- buckets ---------------------------------------------------------------------------------
 
+    def _try(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if optimizer in self._tried:
+            return
+        if not updates_each_by_itself(optimizer, args, kwargs):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} does not update each parameter by itself: with other "
+                "parameters beside it, the same one with the same gradient becomes another, and "
+                f"buckets would change the result; {attachment.REMEDY}"
+            )
+        self._tried.add(optimizer)
+
     def _run(
         self,
-        optimizer: Optimizer,
-        whole: Groups,
+        step: _Step,
         buckets: Sequence[set[int]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
-        before = _settings(optimizer)
-        first: list[dict[str, object]] | None = None
+        first: Values | None = None
         for bucket in buckets:
-            _set_again(optimizer, before)
-            self._narrow(optimizer, whole, bucket)
-            step(optimizer, *args, **kwargs)
-            self._widen(optimizer)
-            after = _settings(optimizer)
-            if first is not None and not _equal(first, after):
+            made = self._bring(step, bucket)
+            plain_step(made)(made, *args, **kwargs)
+            step.using.close()
+            self._adopt(made, _parameters(made))
+            after = values_beside_state(made)
+            if first is not None and not equal(first, after):
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} does not update each parameter by itself: what it "
-                    'keeps in param_groups depends on all of them; set training_state to "stays"'
+                    f"{type(made).__name__} does not update each parameter by itself: what it "
+                    "keeps in param_groups or in attributes of its own depends on all of them; "
+                    f"{attachment.REMEDY}"
                 )
             first = after
-        _set_again(optimizer, before)
 
-    def _narrow(self, optimizer: Optimizer, whole: Groups, bucket: set[int]) -> None:
-        assert self._whole is not None
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = [p for p in parameters if id(p) in bucket]
-        tensors = _tensors(optimizer, _parameters(optimizer))
-        self._whole[2].enter_context(self._state.using(tensors, writes=True))
-
-    def _widen(self, optimizer: Optimizer) -> None:
-        assert self._whole is not None
-        self._whole[2].close()
-        for group in optimizer.param_groups:
-            self._adopt(optimizer, group["params"])
+    def _bring(self, step: _Step, bucket: set[int]) -> Optimizer:
+        """The optimizer with this bucket alone, all of whose tensors are in memory."""
+        made = stand_in(step.optimizer, bucket)
+        tensors = _tensors(made, _parameters(made))
+        step.using.enter_context(self._state.using(tensors, writes=True))
+        return made
 
     def _adopt(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -155,11 +217,10 @@ class OptimizerSteps:
     def _buckets(self, optimizer: Optimizer) -> list[set[int]]:
         """Identities of the parameters of each bucket, those of the last layers first.
 
-        What the next forward needs first is then used last, and still in memory. But where state
-        is made for the first time, it is made in the order in which a plain step makes it.
+        What the next forward needs first is then used last, and still in memory.
         """
         parameters = list(_parameters(optimizer))
-        if all(parameter in optimizer.state for parameter in parameters):
+        if not self._order_matters(optimizer):
             parameters.reverse()
         limit = self._state.arena.limit_bytes // _BUCKET_SHARE
         buckets: list[set[int]] = [set()]
@@ -172,6 +233,17 @@ class OptimizerSteps:
             buckets[-1].add(id(parameter))
             nbytes += size
         return buckets
+
+    def _order_matters(self, optimizer: Optimizer) -> bool:
+        """True where state is made, random numbers are drawn, or one memory is updated twice."""
+        updated = [p for p in _parameters(optimizer) if p.grad is not None]
+        dense = [p for p in updated if p.layout == torch.strided]
+        memories = {p.untyped_storage().data_ptr() for p in dense}
+        return (
+            optimizer not in self._draws_nothing
+            or any(p not in optimizer.state for p in updated)
+            or len(memories) < len(dense)
+        )
 
     def _is_ours(self, parameter: torch.Tensor) -> bool:
         return (
@@ -186,6 +258,8 @@ def _ordered(hooks: object) -> "OrderedDict[int, Any]":
 
 def _is_nested(optimizer: Optimizer) -> bool:
     """True within a step that a step of the same optimizer has called: of a base class, or ours."""
+    if is_stand_in(optimizer):
+        return True
     depth = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -203,6 +277,14 @@ _STEP_WITH_HOOKS = next(
 """Code of the function that torch puts around every optimizer's `step`."""
 
 
+def _steps_another(optimizer: Optimizer) -> bool:
+    """True for one around another, such as Lookahead: what is moved is that other one's."""
+    return any(
+        isinstance(value, Optimizer) and value is not optimizer
+        for value in vars(optimizer).values()
+    )
+
+
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -218,44 +300,6 @@ def _tensors(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> list[t
         state = optimizer.state.get(parameter, {})
         found += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return [tensor for tensor in found if tensor.layout == torch.strided]
-
-
-def _settings(optimizer: Optimizer) -> list[dict[str, object]]:
-    """What `param_groups` hold beside the parameters, tensors copied."""
-    return [
-        {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _set_again(optimizer: Optimizer, settings: list[dict[str, object]]) -> None:
-    """Put `settings` back, tensors in place."""
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        for name, value in values.items():
-            current = group.get(name)
-            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
-                if not torch.equal(current, value):
-                    current.copy_(value)
-            else:
-                group[name] = value
-
-
-def _equal(first: list[dict[str, object]], second: list[dict[str, object]]) -> bool:
-    for a, b in zip(first, second, strict=True):
-        if a.keys() != b.keys():
-            return False
-        for name, value in a.items():
-            other = b[name]
-            if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-                if not torch.equal(value, other):
-                    return False
-            elif value != other:
-                return False
-    return True
 
 
 def _called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -284,3 +328,19 @@ def _calling(owner: "weakref.ref[OptimizerSteps]", method: str) -> Callable[...,
         return getattr(alive, method)(*args) if alive is not None else None
 
     return hook
+
+
+_alive: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()
+
+
+def attach(optimizer: object) -> Optimizer:
+    """See `teraplan.attach`."""
+    found = attachment.note(optimizer, attached=True)
+    for steps in list(_alive):
+        steps.take_in(found)
+    return found
+
+
+def detach(optimizer: object) -> Optimizer:
+    """See `teraplan.detach`."""
+    return attachment.note(optimizer, attached=False)

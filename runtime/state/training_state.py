@@ -51,6 +51,10 @@ class TrainingState:
         self._before = Traffic()
         self._watched = WeakIdKeyDictionary()
         """Whose gradients are looked after."""
+        self._strays = WeakIdKeyDictionary()
+        """Parameters with other memory than they were given here: to be taken in once more."""
+        self._shared = WeakIdKeyDictionary()
+        """Address of each parameter's memory that something else has, too: it stays."""
         self._num_persistent = 0
         self._num_gradients = 0
         self._stepped = False
@@ -64,16 +68,37 @@ class TrainingState:
 
     # -- taking tensors in -----------------------------------------------------------------------
 
-    def adopt_parameters(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Move the memory of parameters into the arena, one at a time."""
-        for parameter in parameters:
-            if parameter in self._watched or not is_movable(parameter):
-                continue
-            if self.arena.block_of(parameter) is None:
-                parameter.data = self._copy(parameter.data, TensorKind.PARAMETER, "parameter")
-            if parameter.requires_grad:
-                self._watched[parameter] = True
-                self._watch_gradient(parameter)
+    def adopt_parameters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Move the memory of parameters into the arena, one at a time.
+
+        Memory that another tensor or an array has, too, stays: that other one would see no change.
+        """
+        self.arena.user_may_have_run()
+        with torch.inference_mode(False):  # what is made there could never be trained
+            for parameter in parameters:
+                if is_movable(parameter):
+                    self._adopt_parameter(parameter)
+
+    def _adopt_parameter(self, parameter: torch.Tensor) -> None:
+        if self.arena.block_of(parameter) is None:
+            if _is_shared(parameter):
+                self._shared[parameter] = parameter.data_ptr()
+                return
+            parameter.data = self._copy(parameter.data, TensorKind.PARAMETER, "parameter")
+        if parameter.requires_grad and parameter not in self._watched:
+            self._watched[parameter] = True
+            self._watch_gradient(parameter)
+
+    @property
+    def shared(self) -> list[torch.Tensor]:
+        """The parameters that stay since something else has their memory, too."""
+        return [p for p in self._shared if p.data_ptr() == self._shared[p]]
+
+    def _note_stray(self, parameter: torch.Tensor) -> None:
+        """A parameter was given other memory by the user, or is a new one in an old one's place."""
+        stays = parameter in self._shared and self._shared[parameter] == parameter.data_ptr()
+        if isinstance(parameter, torch.nn.Parameter) and not stays:
+            self._strays[parameter] = True
 
     def empty_parameter(self, like: torch.Tensor) -> torch.Tensor | None:
         """An uninitialized tensor in the arena, as `like`, which may be on the meta device.
@@ -106,6 +131,10 @@ class TrainingState:
     def enter(self) -> None:
         """A graph begins: the first after an optimizer's step begins the next step."""
         self.arena.user_may_have_run()
+        if self._strays:
+            strays = list(self._strays)
+            self._strays.clear()
+            self.adopt_parameters(strays)
         if self._stepped:
             self._stepped = False
             self._begin_step()
@@ -128,10 +157,14 @@ class TrainingState:
 
     def acquire(self, parameter: torch.Tensor) -> None:
         """A graph is about to use the parameter, or a view of it."""
-        block = None if self._closed else self.arena.block_of(parameter)
-        if block is not None:
-            self.arena.use(block)
-            self.arena.prefetch()
+        if self._closed:
+            return
+        block = self.arena.block_of(parameter)
+        if block is None:
+            self._note_stray(parameter)
+            return
+        self.arena.use(block)
+        self.arena.prefetch()
 
     def release(self, parameter: torch.Tensor) -> None:
         """The graph has used it for the last time."""
@@ -181,7 +214,7 @@ class TrainingState:
 
     # -- gradients outside of graphs -------------------------------------------------------------
 
-    def _watch_gradient(self, parameter: torch.nn.Parameter) -> None:
+    def _watch_gradient(self, parameter: torch.Tensor) -> None:
         """See that a gradient which is added to is in memory, and that any other is taken in."""
         state = weakref.ref(self)
         target = weakref.ref(parameter)
@@ -191,6 +224,7 @@ class TrainingState:
             alive, owner = state(), target()
             if alive is None or alive._closed or owner is None or owner.grad is None:
                 return
+            alive.arena.user_may_have_run()  # in a hook of the user, between two gradients
             for gradient in (owner.grad, new):
                 block = alive.arena.block_of(gradient) if is_movable(gradient) else None
                 if block is not None:
@@ -199,6 +233,8 @@ class TrainingState:
 
         def after(owner: torch.Tensor) -> None:
             alive = state()
+            if alive is not None:
+                alive.arena.user_may_have_run()
             while pinned:
                 block = pinned.pop()
                 if alive is not None and not alive._closed:
@@ -235,6 +271,17 @@ def is_movable(tensor: torch.Tensor) -> bool:
         and span_nbytes(tensor) == tensor.nbytes
         and _whole_storage(tensor)
     )
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    """True if a view, another parameter, an array or another process has its memory, too."""
+    storage = tensor.untyped_storage()
+    holders: int = torch._C._storage_Use_Count(storage._cdata)
+    return holders > _HOLDERS or storage.is_shared()
+
+
+_HOLDERS = 2
+"""The tensor and the object that Python has of its storage."""
 
 
 def _whole_storage(tensor: torch.Tensor) -> bool:
