@@ -1,9 +1,7 @@
 """Parameters, gradients and optimizer state under a budget that they do not fit: equal bits."""
 
 import copy
-import gc
 import io
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -11,93 +9,22 @@ import torch
 from torch import Tensor, nn
 
 import teraplan
-from teraplan.errors import FallbackRefusedError, UnsupportedError
-from teraplan.runtime import census
+from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, UnsupportedError
 from teraplan.runtime.cpu_device import CpuDevice
-from teraplan.runtime.state.training_state import TrainingState
-from tests.end_to_end.training import MLP, Program, Run, assert_same, run, sessions
-
-Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-WIDTH, DEPTH, ROWS, STEPS = 192, 6, 128, 6
-BUDGET = 3 << 20
-"""Of 0.84 MiB of parameters with as many gradients and up to twice as much optimizer state, a
-little more than a half."""
-
-
-def model(depth: int = DEPTH) -> MLP:
-    return MLP(width=WIDTH, depth=depth, rows=ROWS)
-
-
-def moving() -> TrainingState:
-    """The training state of the session that moves one."""
-    (state,) = [s.keeper.state for s in sessions() if s.keeper.state is not None]
-    return state
-
-
-def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    values = [v for state in optimizer.state.values() for v in state.values()]
-    return [v for v in values if isinstance(v, Tensor)]
-
-
-def budget_beside_others(budget: int) -> int:
-    """`budget` bytes and as many as the tensors have that other tests have left."""
-    gc.collect()
-    return budget + census.tensor_nbytes("cpu")
-
-
-def run_moving(program: Program, budget: int = BUDGET, **options: object) -> Run:
-    """The program with `budget` bytes for its tensors and their state."""
-    return run(
-        program, device_budget=budget_beside_others(budget), training_state="moves", **options
-    )
-
-
-def check(program: Program, *, budget: int = BUDGET, **options: object) -> TrainingState:
-    """The program's bits are the same whether its training state stays or moves."""
-    reference = run(program, device_budget=100 << 30, training_state="stays", **options)
-    device_budget = budget_beside_others(budget)
-    limited = run(program, device_budget=device_budget, training_state="moves", **options)
-    assert_same(reference, limited)
-    state = moving()
-    arena = state.arena
-    assert arena.read_bytes > arena.total_bytes, "nothing had to come back"
-    assert arena.overrun_bytes == 0
-    assert arena.peak_bytes <= device_budget
-    return state
-
-
-def training(
-    make_optimizer: Optimizers,
-    *,
-    accumulate: int = 1,
-    clip: float | None = None,
-    set_to_none: bool = True,
-    make_model: Callable[[], MLP] = model,
-    between: Callable[[MLP, torch.optim.Optimizer, int], None] | None = None,
-) -> Program:
-    def program(this: Run) -> None:
-        net = make_model()
-        this.compile(net)
-        optimizer = make_optimizer([p for p in net.parameters() if p.requires_grad])
-        for step in range(STEPS):
-            loss = torch.zeros(())
-            for micro in range(accumulate):
-                loss = net(*net.batch(step * accumulate + micro)) / accumulate
-                torch.autograd.backward(loss)
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-            optimizer.step()
-            this.record(loss, net, others=states(optimizer))
-            optimizer.zero_grad(set_to_none=set_to_none)
-            if between is not None:
-                between(net, optimizer, step)
-
-    return program
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
+from tests.end_to_end.moving import (
+    DEPTH,
+    ROWS,
+    STEPS,
+    WIDTH,
+    Optimizers,
+    adamw,
+    check,
+    model,
+    run_moving,
+    states,
+    training,
+)
+from tests.end_to_end.training import MLP, Run, run, sessions
 
 OPTIMIZERS: dict[str, Optimizers] = {
     "AdamW": adamw,
@@ -383,35 +310,7 @@ def test_where_it_is_not_implemented_it_stays_and_says_so(
         run(training(adamw), device_budget=1 << 30, training_state="moves", strict=True)
 
 
-def test_lbfgs_is_refused_by_name() -> None:
-    def program(this: Run) -> None:
-        net = model()
-        this.compile(net)
-        optimizer = torch.optim.LBFGS(net.parameters())
-
-        def closure() -> Tensor:
-            loss: Tensor = net(*net.batch(0))
-            torch.autograd.backward(loss)
-            return loss
-
-        torch.autograd.backward(net(*net.batch(0)))
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
-
-    with pytest.raises(UnsupportedError, match=r"LBFGS updates all parameters together.*stays"):
-        run_moving(program)
-
-
-class SharedStep(torch.optim.SGD):
-    """Keeps a sum over all parameters in its group: not one parameter at a time."""
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            norms = [float(p.grad.norm()) for p in group["params"] if p.grad is not None]
-            group["norm"] = sum(norms)
-        super().step(closure)
-
-
-def test_an_optimizer_over_all_parameters_is_refused_by_name() -> None:
-    program = training(lambda p: SharedStep(p, lr=0.1))
-    with pytest.raises(UnsupportedError, match=r"SharedStep does not update each parameter"):
-        run_moving(program)
+def test_the_least_budget_is_that_of_state_and_rest_together() -> None:
+    with pytest.raises(InfeasibleBudgetError, match="the training state moves in: set") as e:
+        run(training(adamw), device_budget=1 << 20, training_state="moves")
+    assert e.value.least_budget_bytes > 1 << 20
