@@ -49,6 +49,8 @@ class _Step:
     """State of the random numbers at its beginning."""
     using: ExitStack = field(default_factory=ExitStack)
     bucket: Optimizer | None = None
+    values: Values | None = None
+    """What the first bucket has left beside `state`."""
 
 
 class OptimizerSteps:
@@ -150,12 +152,15 @@ class OptimizerSteps:
             return
         step = self._steps[optimizer]
         assert step.bucket is not None
-        take_over(step.optimizer, step.bucket)
+        try:
+            self._compare(step, step.bucket)
+            take_over(step.optimizer, step.bucket)
+        finally:
+            self._end(optimizer)
         if torch.equal(step.random, torch.get_rng_state()):
             self._draws_nothing.add(optimizer)
         else:
             self._draws_nothing.discard(optimizer)
-        self._end(optimizer)
 
     def _end(self, optimizer: Optimizer) -> None:
         """The last bucket is done, or never will be."""
@@ -187,20 +192,23 @@ class OptimizerSteps:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        first: Values | None = None
         for bucket in buckets:
             made = self._bring(step, bucket)
             plain_step(made)(made, *args, **kwargs)
             step.using.close()
             self._adopt(made, _parameters(made))
-            after = values_beside_state(made)
-            if first is not None and not equal(first, after):
-                raise UnsupportedError(
-                    f"{type(made).__name__} does not update each parameter by itself: what it "
-                    "keeps in param_groups or in attributes of its own depends on all of them; "
-                    f"{attachment.REMEDY}"
-                )
-            first = after
+            self._compare(step, made)
+
+    def _compare(self, step: _Step, made: Optimizer) -> None:
+        """Raise an UnsupportedError if this bucket has left other values than those before it."""
+        values = values_beside_state(made)
+        if step.values is not None and not equal(step.values, values):
+            raise UnsupportedError(
+                f"{type(made).__name__} does not update each parameter by itself: what it keeps in "
+                "param_groups or in attributes of its own depends on all of them; "
+                f"{attachment.REMEDY}"
+            )
+        step.values = values
 
     def _bring(self, step: _Step, bucket: set[int]) -> Optimizer:
         """The optimizer with this bucket alone, all of whose tensors are in memory."""
@@ -227,7 +235,7 @@ class OptimizerSteps:
         nbytes = 0
         for parameter in parameters:
             size = sum(t.nbytes for t in _tensors(optimizer, [parameter]))
-            if nbytes + size > limit and buckets[-1]:
+            if nbytes and nbytes + size > limit:
                 buckets.append(set())
                 nbytes = 0
             buckets[-1].add(id(parameter))
