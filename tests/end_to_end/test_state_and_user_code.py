@@ -88,7 +88,7 @@ def test_clipping_in_a_closure() -> None:
             for loss in losses:
                 torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
-            return sum(loss.item() for loss in losses)
+            return float(sum(loss.item() for loss in losses))
 
         return torch.tensor(optimizer.step(closure))
 
