@@ -522,6 +522,7 @@ def test_generation_before_the_first_step() -> None:
         with torch.inference_mode():
             net(x)
             net(x)
+        assert not any(p.is_inference() for p in net.parameters())
         optimizer = adamw(net.parameters())
         for step in range(STEPS):
             loss = net(x, x.roll(step))
