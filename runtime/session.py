@@ -114,14 +114,11 @@ class Session:
 
         Raises:
             InfeasibleBudgetError: after the first call, if not even the training state fits.
-            FallbackRefusedError: after it, if `strict` is set and parameters stay.
         """
         if self._called:
             return
         if self.keeper.refusal:
             self._fall_back(self.keeper.refusal)
-        for what in self.keeper.staying:
-            self._fall_back(what)
         budget = self.config.device_budget
         if self.engine.recorder is None and budget is not None and budget.nbytes is not None:
             self._forecast.refresh((), update_bytes=self.keeper.update_bytes)
@@ -145,26 +142,13 @@ class Session:
             elif self.engine.unplanned:
                 self.engine.limit_bytes = self._safe_limit()
         except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
-            if isinstance(error, InfeasibleBudgetError):
-                self._explain(error)
+            if isinstance(error, InfeasibleBudgetError) and self.keeper.could_move:
+                error.add_note(_STATE_COULD_MOVE)
+            if self._fault and isinstance(error, InfeasibleBudgetError):
+                error.args = (f"{error}. Storage has failed before: {self._fault}",)
             self._error = copy.copy(error)  # not its traceback: that holds the user's model
             raise
         return self.engine.enter(table)
-
-    def _explain(self, error: InfeasibleBudgetError) -> None:
-        """Say what planning does not know: what else there is of the budget, and what failed."""
-        if self.keeper.could_move:
-            error.add_note(_STATE_COULD_MOVE)
-        if self.keeper.moves:
-            error.least_budget_bytes += self.keeper.limit_bytes
-            least = format_nbytes(error.least_budget_bytes)
-            error.args = (
-                f"{error}. That is beside the {format_nbytes(self.keeper.limit_bytes)} of "
-                f"device_budget that the training state moves in: set device_budget to at least "
-                f"{least} ({error.least_budget_bytes} bytes)",
-            )
-        if self._fault:
-            error.args = (f"{error}. Storage has failed before: {self._fault}",)
 
     def status(self) -> Status:
         """The session as it stands now."""

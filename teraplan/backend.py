@@ -20,7 +20,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.compile_fx import compile_fx
 
 from teraplan.config import Config
-from teraplan.errors import ConfigError, TeraplanError
+from teraplan.errors import ConfigError, InfeasibleBudgetError, TeraplanError
 from teraplan.passes.partition import config_patches, partition
 from teraplan.runtime.dispatch import running
 from teraplan.runtime.dump_signal import dump_on_signal
@@ -138,7 +138,10 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
             with running(session, shapes):
                 results = compiled(*args)
             session.end_call()
+            session.keeper.check()
         except TeraplanError as error:  # the generated code between here and there helps nobody
+            if isinstance(error, InfeasibleBudgetError):
+                session.keeper.explain(error)
             raise error.with_traceback(None) from None
         return results
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from teraplan.config import Config
+from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError
 from teraplan.runtime import census
 from teraplan.runtime.device import Device
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
@@ -63,13 +64,7 @@ class StateKeeper:
             return ()
         stores = self.state.arena.storage.stores
         texts = [text for store in stores for text in store.fallbacks]
-        return (*texts, *self.staying)
-
-    @property
-    def staying(self) -> tuple[str, ...]:
-        """Which parameters stay although the state moves, and why, one sentence each."""
-        found = self.state.shared if self.state is not None else []
-        return tuple(_shared_text(parameter) for parameter in found)
+        return (*texts, *(_shared_text(parameter) for parameter in self.state.shared))
 
     @property
     def limit_bytes(self) -> int:
@@ -88,6 +83,27 @@ class StateKeeper:
         if self.state is not None:
             self.state.adopt_parameters(parameters)
             self._take_in_optimizers()
+
+    def check(self) -> None:
+        """A graph has run.
+
+        Raises:
+            FallbackRefusedError: `strict` is set, and a parameter stays although the state moves.
+        """
+        if self._config.strict and self.state is not None and self.state.shared:
+            raise FallbackRefusedError(f"strict is set, and {_shared_text(self.state.shared[0])}")
+
+    def explain(self, error: InfeasibleBudgetError) -> None:
+        """Let the least budget that the error names be that of the state and all else together."""
+        if not self.moves:
+            return
+        error.least_budget_bytes += self.limit_bytes
+        least = format_nbytes(error.least_budget_bytes)
+        error.args = (
+            f"{error}. That is beside the {format_nbytes(self.limit_bytes)} of device_budget that "
+            f"the training state moves in: set device_budget to at least {least} "
+            f"({error.least_budget_bytes} bytes)",
+        )
 
     def _take_in_optimizers(self) -> None:
         """Let state move that was loaded before the first step, or it would count as what stays."""
