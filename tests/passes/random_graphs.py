@@ -4,11 +4,18 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
 WIDTH = 144
 """A square of it in float32 is large enough to get migration ops."""
+
+SLOW_SEEDS = [
+    *(0, *range(2, 7)),
+    *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(7, 14)),
+]
+"""Besides seed 1, which is among the quick tests."""
 
 Program = Callable[..., Tensor]
 
