@@ -30,6 +30,8 @@ from teraplan.units import MIB
 WIDTH = 1024
 RECORD_BYTES = 16 * MIB
 NUM_IN_FLIGHT = 8
+ALLOWED_LOSS = 0.05
+"""Of the computation's rate, beyond the share of the CPU that fio takes."""
 
 
 def compute(seconds: float) -> float:
@@ -110,6 +112,8 @@ def one_round(directory: Path, seconds: float) -> dict[str, float]:
         "engine_gb_per_s": engine_rate,
         "fio_gb_per_s": found[0],
         "fio_cpu_share": found[1],
+        "loss": 1 - beside_engine / alone,
+        "allowed_loss": ALLOWED_LOSS + found[1],
     }
 
 

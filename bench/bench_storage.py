@@ -1,10 +1,13 @@
 """How close storage comes to the disk: the engine against fio on one directory, in turns.
 
-    python -m bench.bench_storage [--directory DIR] [--gib 2] [--rounds 3]
+    python -m bench.bench_storage [--directory DIR] [--gib 2] [--rounds 5] [--deepspeed PYTHON]
 
 Every round runs each contender once, in the same order; a ratio is taken within a round, to the
 best that fio reached there with O_DIRECT in any of its ways. CPU time is user and system together,
-of all threads. `one` and `three` are the engine with so many workers per store.
+of all threads. `one` and `three` are the engine with so many threads per store that always work,
+`default` with those that it has here. All contenders overwrite what they wrote before, as a
+training step does after its first. `--deepspeed` names an interpreter in which DeepSpeed is
+installed, for its aio beside ours.
 """
 
 import argparse
@@ -19,28 +22,36 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from bench.deepspeed_aio import Aio
 from bench.results import write_results
 from teraplan.run_record import Direction
 from teraplan.runtime.storage import Record, Storage, Transfer, default_directory
 from teraplan.runtime.storage.memory import address_of, view
+from teraplan.runtime.storage.store import WORKERS as DEFAULT_WORKERS
+from teraplan.runtime.storage.store import Workers
 from teraplan.units import GIB, MIB
 
 FIO_WAYS = (
+    ("libaio", "1m", 4, 1),
     ("libaio", "1m", 32, 1),
+    ("io_uring", "1m", 4, 1),
     ("psync", "4m", 1, 4),
 )
-"""Engine, block, depth, jobs: the best two of a wider search on one machine."""
+"""Engine, block, depth, jobs: the best of wider searches. Much in flight is memory that fio touches
+for the first time, which costs it a quarter of its rate on one machine."""
 FIO_PATTERNS = ("write", "read", "both")
 PATTERNS = (*FIO_PATTERNS, "planned")
+BACK, OUT = Direction.BACK, Direction.OUT
 WORKERS = {
-    "one": (Direction.BACK,),
-    "three": (Direction.BACK, Direction.OUT, Direction.BACK),
+    "default": DEFAULT_WORKERS,
+    "one": Workers((BACK,)),
+    "three": Workers((BACK, OUT, BACK)),
 }
 RING_BYTES = 256 * MIB
 PREFETCHED = 4
@@ -120,60 +131,73 @@ def sizes_of(pattern: str, nbytes: int) -> list[int]:
     return sizes
 
 
-def ours(storage: Storage, ring: Ring, landing: Ring, pattern: str, nbytes: int) -> Took:
-    """What the engine takes for `pattern`."""
-    if pattern == "planned":
-        return _planned(storage, ring, landing, nbytes)
-    kept = _write(storage, ring, sizes_of(pattern, nbytes // (2 if pattern == "both" else 1)))
-    for record in kept:
-        storage.wait(record.write, what="the bench")
-    more = [] if pattern == "read" else sizes_of(pattern, sum(record.nbytes for record in kept))
-    with _measured() as took:
-        written = _write(storage, ring, more)
-        reads = [] if pattern == "write" else kept
-        _finish(storage, landing, written, reads)
-    _drop(storage, [*kept, *written])
-    return took(sum(more) + sum(record.nbytes for record in reads))
+class Engine:
+    """Our storage with so many workers. Its file is as long from the start as it will ever be."""
 
+    def __init__(
+        self,
+        directory: Path,
+        rings: tuple[Ring, Ring],
+        nbytes: int,
+        *,
+        workers: str,
+        checksum: bool,
+    ) -> None:
+        self.name = workers + ("" if checksum else ", no checksum")
+        self._ring, self._landing = rings
+        self._nbytes = nbytes
+        self._storage = Storage.open([directory], checksum=checksum, workers=WORKERS[workers])
+        self._kept = self._write(sizes_of("write", nbytes))
+        self._drop(self._write(sizes_of("write", nbytes)))  # so that nothing is a first write
 
-def _planned(storage: Storage, ring: Ring, landing: Ring, nbytes: int) -> Took:
-    """A forward writes all, a backward reads in the opposite order and frees."""
-    sizes = sizes_of("planned", nbytes // 2)
-    _drop(storage, _write(storage, ring, sizes))  # extents that have been written before
-    with _measured() as took:
-        records = _write(storage, ring, sizes)
-        records.reverse()
-        flying: deque[tuple[Record, Transfer]] = deque()
-        for record in [*records, *([None] * PREFETCHED)]:
-            if record is not None:
-                read = storage.get(record, landing.take(record.nbytes), owner=None)
-                flying.append((record, read))
-            if flying and (record is None or len(flying) > PREFETCHED):
-                oldest, read = flying.popleft()
-                storage.wait(read, what="the bench")
-                storage.drop(oldest)
-    return took(2 * sum(sizes))
+    def close(self) -> None:
+        """Deletes the file."""
+        self._storage.close()
 
+    def move(self, pattern: str) -> Took:
+        """What `pattern` takes."""
+        if pattern == "planned":
+            return self._move_planned()
+        share = self._nbytes // (2 if pattern == "both" else 1)
+        sizes = [] if pattern == "read" else sizes_of(pattern, share)
+        reads = [] if pattern == "write" else self._kept[: len(sizes) or None]
+        with _measured() as took:
+            written = self._write(sizes)
+            transfers = [self._get(record) for record in reads]
+            for transfer in [record.write for record in written] + transfers:
+                self._storage.wait(transfer, what="the bench")
+        self._drop(written)
+        return took(sum(sizes) + sum(record.nbytes for record in reads))
 
-def _write(storage: Storage, ring: Ring, sizes: Sequence[int]) -> list[Record]:
-    return [
-        storage.put(ring.take(nbytes), nbytes, owner=None, label=f"t{index}")
-        for index, nbytes in enumerate(sizes)
-    ]
+    def _move_planned(self) -> Took:
+        """A forward writes all, a backward reads in the opposite order and frees."""
+        sizes = sizes_of("planned", self._nbytes // 2)
+        with _measured() as took:
+            records = self._write(sizes)
+            records.reverse()
+            flying: deque[tuple[Record, Transfer]] = deque()
+            for record in [*records, *([None] * PREFETCHED)]:
+                if record is not None:
+                    flying.append((record, self._get(record)))
+                if flying and (record is None or len(flying) > PREFETCHED):
+                    oldest, read = flying.popleft()
+                    self._storage.wait(read, what="the bench")
+                    self._storage.drop(oldest)
+        return took(2 * sum(sizes))
 
+    def _write(self, sizes: Sequence[int]) -> list[Record]:
+        return [
+            self._storage.put(self._ring.take(nbytes), nbytes, owner=None, label=f"t{index}")
+            for index, nbytes in enumerate(sizes)
+        ]
 
-def _finish(
-    storage: Storage, landing: Ring, written: Sequence[Record], reads: Sequence[Record]
-) -> None:
-    transfers = [storage.get(r, landing.take(r.nbytes), owner=None) for r in reads]
-    for transfer in [record.write for record in written] + transfers:
-        storage.wait(transfer, what="the bench")
+    def _get(self, record: Record) -> Transfer:
+        return self._storage.get(record, self._landing.take(record.nbytes), owner=None)
 
-
-def _drop(storage: Storage, records: Sequence[Record]) -> None:
-    for record in records:
-        storage.wait(record.write, what="the bench")
-        storage.drop(record)
+    def _drop(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._storage.wait(record.write, what="the bench")
+            self._storage.drop(record)
 
 
 @contextmanager
@@ -206,17 +230,21 @@ def checksum_rates() -> dict[str, float]:
     return rates
 
 
-def one_round(directory: Path, rings: tuple[Ring, Ring], nbytes: int) -> dict[str, dict[str, Took]]:
+def one_round(
+    directory: Path, engines: Sequence[Engine], peer: Aio | None, nbytes: int
+) -> dict[str, dict[str, Took]]:
     """Every contender in every pattern: pattern -> contender -> what it took."""
     found: dict[str, dict[str, Took]] = {pattern: {} for pattern in PATTERNS}
     for pattern in PATTERNS:
-        for way in FIO_WAYS if pattern in FIO_PATTERNS else ():
-            found[pattern][f"fio {way[0]}"] = fio(directory, way, pattern, nbytes)
-        for name, workers in WORKERS.items():
-            for checksum in (True, False) if name == "one" and pattern in FIO_PATTERNS else (True,):
-                label = f"{name}{'' if checksum else ', no checksum'}"
-                with Storage.open([directory], checksum=checksum, workers=workers) as storage:
-                    found[pattern][label] = ours(storage, *rings, pattern, nbytes)
+        if pattern in FIO_PATTERNS:
+            for way in FIO_WAYS:
+                found[pattern][f"fio {way[0]} {way[1]} x {way[2] * way[3]}"] = fio(
+                    directory, way, pattern, nbytes
+                )
+        for engine in engines:
+            found[pattern][engine.name] = engine.move(pattern)
+        if peer is not None and pattern in peer.patterns:
+            found[pattern]["DeepSpeed aio"] = Took(nbytes=nbytes, **peer.move(pattern, nbytes))
     return found
 
 
@@ -253,15 +281,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--gib", type=float, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--deepspeed", help="interpreter in which DeepSpeed is installed")
     options = parser.parse_args()
-    nbytes, rings = int(options.gib * GIB), (Ring(), Ring())
+    nbytes = int(options.gib * GIB)
     parent = options.directory or default_directory()
-    with tempfile.TemporaryDirectory(prefix="teraplan-bench-", dir=parent) as directory:
-        for pattern in ("write", "both"):  # lays out fio's files
-            for way in FIO_WAYS:
-                fio(Path(directory), way, pattern, nbytes)
-        rounds = [one_round(Path(directory), rings, nbytes) for _ in range(options.rounds)]
+    with ExitStack() as stack:
+        place = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="teraplan-bench-", dir=parent)
+        )
+        rounds = _measure_rounds(stack, Path(place), nbytes, options)
     rows = table(rounds)
     for row in rows:
         print("  ".join(f"{value!s:>22}" for value in row.values()))
@@ -269,8 +298,33 @@ def main() -> None:
     print({name: f"{rate:.1f} GB/s" for name, rate in rates.items()})
     write_results(
         "storage",
-        {"rows": rows, "checksum_gb_per_s": rates, "gib": options.gib, "rounds": options.rounds},
+        {
+            "rows": rows,
+            "checksum_gb_per_s": rates,
+            "gib": options.gib,
+            "rounds": options.rounds,
+            "default_workers": [len(threads) for threads in DEFAULT_WORKERS],
+            "deepspeed": "measured" if options.deepspeed else "not installed: no interpreter named",
+        },
     )
+
+
+def _measure_rounds(
+    stack: ExitStack, directory: Path, nbytes: int, options: argparse.Namespace
+) -> list[dict[str, dict[str, Took]]]:
+    peer: Aio | None = None
+    if options.deepspeed:
+        peer = stack.enter_context(Aio(options.deepspeed, directory, nbytes))
+    else:
+        print("DeepSpeed's aio is not compared: name its interpreter with --deepspeed")
+    for pattern in ("write", "both"):  # lays out fio's files
+        for way in FIO_WAYS:
+            fio(directory, way, pattern, nbytes)
+    rings, engines = (Ring(), Ring()), list[Engine]()
+    for workers, checksum in (*((name, True) for name in WORKERS), ("default", False)):
+        engines.append(Engine(directory, rings, nbytes, workers=workers, checksum=checksum))
+        stack.callback(engines[-1].close)
+    return [one_round(directory, engines, peer, nbytes) for _ in range(options.rounds)]
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ import torch
 from teraplan.errors import StorageError
 from teraplan.runtime.storage import default_directory
 from teraplan.runtime.storage.directories import open_directory
+from teraplan.runtime.storage.disk_counters import DiskCounters, disk_counters
 from teraplan.runtime.storage.file_system import available_bytes, direct_alignment
 from teraplan.runtime.storage.kvikio_probe import probe
 from teraplan.units import GIB, format_nbytes
 
 _LITTLE_SPACE_BYTES = 16 * GIB
+_WORN_SHARE = 0.9
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -207,6 +209,21 @@ def _directory(directory: Path) -> Iterator[Fact]:
     )
     for neighbourhood in disk.neighbourhood:
         yield Fact(name=f"{name}: PCIe", value=neighbourhood)
+    for physical in sorted(disk.physical):
+        yield _wear(name, disk_counters(physical))
     if "rotating" in disk.disk:
         advice = "a rotating disk moves some 0.2 GB/s; name a directory on an SSD"
         yield Fact(name=f"{name}: disk", value=disk.disk, status=Status.WARNING, advice=advice)
+
+
+def _wear(name: str, counters: DiskCounters) -> Fact:
+    is_worn = counters.is_failing or (counters.used_share or 0.0) >= _WORN_SHARE
+    status = Status.NOTE if counters.why_no_smart else Status.OK
+    return Fact(
+        name=f"{name}: wear",
+        value=str(counters),
+        status=Status.WARNING if is_worn else status,
+        advice="the disk is near its end; what is spilled there wears it further"
+        if is_worn
+        else "",
+    )

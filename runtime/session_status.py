@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from teraplan.run_record import Direction, RunRecord
 from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.storage.disk_counters import disk_counters
 from teraplan.status import Status, StoreStatus
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def _stores(session: "Session") -> tuple[StoreStatus, ...]:
             written_bytes=store.written_bytes,
             read_bytes=store.read_bytes,
             written_per_day_bytes=store.written_bytes * _DAY_NS // max(store.open_ns, 1),
+            disks=tuple(str(disk_counters(name)) for name in sorted(store.physical)),
         )
         for store in session.device.stores()
     )

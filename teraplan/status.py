@@ -17,6 +17,8 @@ class StoreStatus:
     read_bytes: int
     written_per_day_bytes: int = 0
     """At the rate since the start."""
+    disks: tuple[str, ...] = ()
+    """What each disk below counts about itself, in words: written in its life, wear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,7 @@ class Status:
                 f"    written {_bytes(s.written_bytes)}, {_bytes(s.written_per_day_bytes)} per day;"
                 f" read {_bytes(s.read_bytes)}"
             )
+            lines += [f"    {disk}" for disk in s.disks]
         if self.endurance_used >= 0:
             lines.append(f"  endurance used by this run {self.endurance_used:.4%}")
         lines += [f"  fallback: {text}" for text in self.fallbacks]

@@ -11,11 +11,10 @@ from time import perf_counter_ns
 from types import TracebackType
 
 from teraplan.errors import ConfigError, StorageError
-from teraplan.run_record import Direction
 from teraplan.runtime.storage.describe import store_lines
 from teraplan.runtime.storage.directories import OpenedDirectory, open_directory, why_not
 from teraplan.runtime.storage.file_system import available_bytes
-from teraplan.runtime.storage.store import WORKERS, Store
+from teraplan.runtime.storage.store import WORKERS, Store, Workers
 from teraplan.runtime.storage.traffic import Traffic
 from teraplan.runtime.storage.transfers import Record, Transfer
 
@@ -44,6 +43,8 @@ class StoreInfo:
     fallbacks: tuple[str, ...]
     open_ns: int
     """For how long it has been open."""
+    physical: frozenset[str]
+    """Names of the disks that it lies on."""
 
 
 class Storage:
@@ -59,7 +60,7 @@ class Storage:
         *,
         checksum: bool,
         deadline_s: float,
-        workers: tuple[Direction, ...] = WORKERS,
+        workers: Workers = WORKERS,
         encrypt: bool = False,
     ) -> None:
         self.encrypts = encrypt
@@ -82,11 +83,10 @@ class Storage:
         strict: bool = False,
         path: str = "auto",
         device_memory: bool = False,
-        workers: tuple[Direction, ...] = WORKERS,
+        workers: Workers = WORKERS,
         encrypt: bool = False,
     ) -> "Storage":
-        """A storage over `directories`, each with its own file, queue and `workers`: what each
-        thread prefers to move.
+        """A storage over `directories`, each with its own file, queue and `workers`.
 
         `path` is one of "auto", "posix", "kvikio-host" and "kvikio-gds". "auto" is posix, except
         that a caller who could hand over addresses of an accelerator (`device_memory`) gets GDS
@@ -118,7 +118,7 @@ class Storage:
                         Path(directory),
                         path=chosen,
                         strict=strict,
-                        encrypt_for=len(workers) if encrypt else 0,
+                        encrypt_for=len(workers.always + workers.when_urgent) if encrypt else 0,
                     )
                 )
         except BaseException:
@@ -313,6 +313,7 @@ def _info(
         in_use=store.why_retired is None,
         fallbacks=fallbacks,
         open_ns=perf_counter_ns() - opened_ns,
+        physical=opened.disk.physical,
     )
 
 

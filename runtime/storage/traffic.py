@@ -20,7 +20,7 @@ from teraplan.run_record import Direction
 from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory
 from teraplan.runtime.storage.placement import place, place_one
-from teraplan.runtime.storage.store import Store
+from teraplan.runtime.storage.store import Store, Workers
 from teraplan.runtime.storage.transfers import CHUNK_BYTES, Chunk, Place, Record, Transfer
 
 After = Callable[[], object] | None
@@ -37,7 +37,7 @@ class Traffic:
         opened: Sequence[OpenedDirectory],
         *,
         checksum: bool,
-        workers: tuple[Direction, ...],
+        workers: Workers,
     ) -> None:
         self.lock = threading.Lock()
         # Everything below is guarded by the lock.
@@ -288,7 +288,7 @@ class Traffic:
         if not transfer.urgent:
             transfer.urgent = True
             for index in {one.store for one in record.places}:
-                self.stores[index].queue.promote(transfer)
+                self.stores[index].promote(transfer)
 
     def _progress_ns(self, transfer: Transfer) -> int:
         write = transfer.record.write if transfer.record is not None else transfer

@@ -39,12 +39,13 @@ class WorkQueue:
         reads_first = prefer is Direction.BACK
         rest = (self._reads, self._writes) if reads_first else (self._writes, self._reads)
         for queue in (self._urgent, *rest):
-            while queue:
-                chunk = queue.popleft()
-                if not chunk.taken:
-                    chunk.taken = True
-                    return chunk
+            if (chunk := _first(queue)) is not None:
+                return chunk
         return None
+
+    def take_urgent(self) -> Chunk | None:
+        """The next chunk that somebody waits for, None if none is queued."""
+        return _first(self._urgent)
 
     def take_last_write(self) -> Chunk | None:
         """The write that would be moved last, None if none is queued that is not urgent."""
@@ -57,3 +58,12 @@ class WorkQueue:
 
     def _of(self, transfer: Transfer) -> deque[Chunk]:
         return self._reads if transfer.direction is Direction.BACK else self._writes
+
+
+def _first(queue: deque[Chunk]) -> Chunk | None:
+    while queue:
+        chunk = queue.popleft()
+        if not chunk.taken:
+            chunk.taken = True
+            return chunk
+    return None

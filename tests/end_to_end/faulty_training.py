@@ -109,9 +109,9 @@ class FaultyTraining:
             self._check_left_nothing()
         return False
 
-    def round(self, *faults: Fault) -> Outcome:
+    def round(self, *faults: Fault, deadline_s: float = 5.0) -> Outcome:
         """Trains with faults; checks bits, the state that is left, and that nothing leaks."""
-        self._start_anew()
+        self._start_anew(deadline_s)
         before = _held()
         recorded: list[str] = []
         error: BaseException | None = None
@@ -155,11 +155,11 @@ class FaultyTraining:
         """Whoever saves the parameters after an error saves those of the last whole step."""
         assert bits(self._model.parameters()) == self._states[num_steps]
 
-    def _start_anew(self) -> None:
+    def _start_anew(self, deadline_s: float = 5.0) -> None:
         device, session = self._device(), self._session
         session.engine.drop_all()  # to the storage that it came from
         device.storage.close()
-        device.storage = Storage.open(self._directories, deadline_s=5.0)
+        device.storage = Storage.open(self._directories, deadline_s=deadline_s)
         session._error, session._fault = None, ""
         session._num_stores = len(self._directories)
         session.engine.mover.faults = []

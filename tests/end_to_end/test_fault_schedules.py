@@ -2,14 +2,16 @@
 
 A run ends with equal bits or with an error of ours, with the parameters of the last whole step,
 with no file, thread or byte of storage left, and the next run on the same graphs is right again.
+
+    pytest -m slow -k "fault_schedules and some"          a sample, in CI
+    pytest -m exhaustive -k "fault_schedules and every"   all of it
 """
 
 import gc
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator
-from errno import EIO, ENODEV
+from errno import EINTR, EIO, ENODEV
 
 import pytest
 import torch
@@ -17,10 +19,17 @@ import torch
 from tests.end_to_end.faulty_training import FAULTS, FaultyTraining, Outcome, random_faults
 from tests.fakes.faulty_calls import Fault
 
-EXHAUSTIVE = bool(os.environ.get("TERAPLAN_TEST_EXHAUSTIVE"))
-"""All operations and schedules, some ten minutes; without it, a sample of them."""
-SCHEDULES = 1000 if EXHAUSTIVE else 60
-pytestmark = pytest.mark.exhaustive
+pytestmark = pytest.mark.slow
+EXHAUSTIVE = pytest.mark.exhaustive
+SEEDS = (
+    pytest.param(range(30), id="some"),
+    *(
+        pytest.param(range(first, first + 100), id=f"every from {first}", marks=EXHAUSTIVE)
+        for first in range(0, 500, 100)
+    ),
+)
+INTERRUPTS = (pytest.param(30, id="some"), pytest.param(100, id="every", marks=EXHAUSTIVE))
+FOR_EVER = 10**9
 ABSORBED = ("short", "slow")
 """What must never end a run."""
 
@@ -49,17 +58,26 @@ def alone() -> None:
     """In the place of this folder's fixture: the graphs of `workload` outlive a test."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "what"), [(call, what) for call, all_of in FAULTS.items() for what in all_of]
-)
-@pytest.mark.parametrize("times", [1, 10**9], ids=["once", "from there on"])
+def _kinds() -> Iterator[object]:
+    for call, all_of in FAULTS.items():
+        for what in all_of:
+            for times in (1, FOR_EVER):
+                name = f"{call}-{Fault.name_of(what)}-{'once' if times == 1 else 'from there on'}"
+                if what != EINTR or times == 1:  # the others take a deadline each
+                    yield pytest.param(call, what, times, 9, id=f"some-{name}")
+                yield pytest.param(call, what, times, 1, id=f"every-{name}", marks=EXHAUSTIVE)
+
+
+@pytest.mark.parametrize(("call", "what", "times", "stride"), _kinds())
 def test_fail_the_kth_operation(
-    workload: FaultyTraining, call: str, what: int | str, times: int
+    workload: FaultyTraining, call: str, what: int | str, times: int, stride: int
 ) -> None:
+    deadline_s = 1.0 if what == EINTR and times == FOR_EVER else 5.0
     outcomes: list[Outcome] = []
-    for at in range(1, 1000, 1 if EXHAUSTIVE else 9):
-        outcome = workload.round(Fault(call=call, what=what, at=at, times=times))
+    for at in range(1, 1000, stride):
+        outcome = workload.round(
+            Fault(call=call, what=what, at=at, times=times), deadline_s=deadline_s
+        )
         outcomes.append(outcome)
         if not outcome.num_injected:
             break
@@ -71,10 +89,10 @@ def test_fail_the_kth_operation(
         assert all(outcome.error is not None for outcome in outcomes[:-1])
 
 
-@pytest.mark.slow
-def test_random_schedules(workload: FaultyTraining) -> None:
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_random_schedules(workload: FaultyTraining, seeds: range) -> None:
     ends: Counter[str] = Counter()
-    for seed in range(SCHEDULES // 2):
+    for seed in seeds:
         faults = random_faults(seed)
         try:
             outcome = workload.round(*faults)
@@ -86,11 +104,13 @@ def test_random_schedules(workload: FaultyTraining) -> None:
     assert sum(ends.values()) - ends["NoneType"] > 2
 
 
-@pytest.mark.slow
-def test_interrupts_at_any_time_leave_everything_usable(workload: FaultyTraining) -> None:
+@pytest.mark.parametrize("number", INTERRUPTS)
+def test_interrupts_at_any_time_leave_everything_usable(
+    workload: FaultyTraining, number: int
+) -> None:
     num_interrupted = 0
-    for seed in range(100 if EXHAUSTIVE else 30):
+    for seed in range(number):
         num_interrupted += workload.interrupted_round(random.Random(seed).uniform(0.0005, 0.04))
         if seed % 10 == 9:
             assert workload.round().error is None
-    assert num_interrupted > (10 if EXHAUSTIVE else 2)
+    assert num_interrupted > number // 15

@@ -37,8 +37,12 @@ class Fault:
     times: int = 1
 
     def __str__(self) -> str:
-        name = errno.errorcode[self.what] if isinstance(self.what, int) else self.what
-        return f"{name} in {self.call} {self.at}, {self.times} times"
+        return f"{self.name_of(self.what)} in {self.call} {self.at}, {self.times} times"
+
+    @staticmethod
+    def name_of(what: int | str) -> str:
+        """The name of an errno, and any other fault as it is."""
+        return errno.errorcode[what] if isinstance(what, int) else what
 
 
 class FaultyCalls:

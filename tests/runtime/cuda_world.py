@@ -13,12 +13,13 @@ from teraplan.run_record import Direction
 from teraplan.runtime.cuda_device import CudaDevice
 from teraplan.runtime.device import Arrival, Copy
 from teraplan.runtime.storage import Storage, default_directory
+from teraplan.runtime.storage.store import Workers
 from teraplan.units import MIB
 from tests.fakes.fake_cuda import FakeCuda
 
 STAGING = 4 * MIB
 """Two slots of 1 MiB in each direction."""
-THREE_WORKERS = (Direction.BACK, Direction.OUT, Direction.BACK)
+THREE_WORKERS = Workers((Direction.BACK, Direction.OUT, Direction.BACK))
 """The same on every machine, so that writes can be held while reads go on."""
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from teraplan.errors import DeadlineError, IntegrityError, StorageError
 from teraplan.run_record import Direction
 from teraplan.runtime.storage import Record, Storage
-from teraplan.runtime.storage.store import WORKERS
+from teraplan.runtime.storage.store import WORKERS, Workers
 from teraplan.units import MIB
 
 Bytes = NDArray[np.uint8]
@@ -126,7 +126,7 @@ def test_a_read_follows_its_write_that_is_still_queued(
     original = memory(3 * MIB, 64, seed=3)
     with open_storage() as storage:
         # All workers are busy, so that the write of `record` cannot start.
-        busy = [memory(4096) for _ in WORKERS]
+        busy = [memory(4096) for _ in WORKERS.always]
         for block in busy:
             storage.put(block.ctypes.data, 4096, owner=block, label="busy", after=gate.wait)
         record = storage.put(original.ctypes.data, original.nbytes, owner=original, label="t")
@@ -143,7 +143,7 @@ def test_what_is_waited_for_goes_first(open_storage: OpenStorage, memory: Memory
     gate = threading.Event()
     block = memory(4 * MIB, seed=1)
     with open_storage() as storage:
-        for _ in WORKERS:
+        for _ in WORKERS.always:
             storage.put(block.ctypes.data, 4096, owner=block, label="busy", after=gate.wait)
         records = [
             storage.put(block.ctypes.data, block.nbytes, owner=block, label=f"w{index}")
@@ -162,7 +162,24 @@ def test_what_is_waited_for_goes_first(open_storage: OpenStorage, memory: Memory
         for record in records:
             storage.wait(record.write, what="the test")
         num_before = sum(record.write.start_ns < first for record in records)
-    assert num_before < len(WORKERS)
+    assert num_before < len(WORKERS.always)
+
+
+def test_a_helper_moves_what_is_waited_for_and_nothing_else(disk: Path, memory: Memory) -> None:
+    gate = threading.Event()
+    block = memory(MIB, seed=1)
+    workers = Workers(always=(Direction.BACK,), when_urgent=(Direction.OUT,))
+    with Storage.open([disk], workers=workers, deadline_s=20.0) as storage:
+        busy, queued, awaited = (
+            storage.put(block.ctypes.data, MIB, owner=block, label=label, after=after)
+            for label, after in (("busy", gate.wait), ("queued", None), ("awaited", None))
+        )
+        storage.wait(awaited.write, what="the test")
+        time.sleep(0.05)
+        assert not busy.write.done
+        assert not queued.write.start_ns
+        gate.set()
+        storage.wait(queued.write, what="the test")
 
 
 def test_the_owner_lives_until_the_write_has_ended_and_no_longer(
@@ -267,7 +284,7 @@ def test_a_wait_ends_with_its_deadline(open_storage: OpenStorage, memory: Memory
 def test_close_ends_what_runs_and_fails_what_is_queued(
     open_storage: OpenStorage, memory: Memory
 ) -> None:
-    gate, started = threading.Event(), threading.Barrier(len(WORKERS) + 1)
+    gate, started = threading.Event(), threading.Barrier(len(WORKERS.always) + 1)
 
     def begin() -> None:
         started.wait(20)
@@ -276,7 +293,8 @@ def test_close_ends_what_runs_and_fails_what_is_queued(
     block = memory(MIB, seed=1)
     storage = open_storage()
     running = [
-        storage.put(block.ctypes.data, MIB, owner=block, label="run", after=begin) for _ in WORKERS
+        storage.put(block.ctypes.data, MIB, owner=block, label="run", after=begin)
+        for _ in WORKERS.always
     ]
     started.wait(20)
     queued = storage.put(block.ctypes.data, MIB, owner=block, label="late")
