@@ -4,8 +4,8 @@
 
 Every round runs each contender once, in the same order; a ratio is taken within a round, to the
 best that fio reached there with O_DIRECT in any of its ways. CPU time is user and system together,
-of all threads. `one` and `three` are the engine with so many threads per store that always work,
-`default` with those that it has here. All contenders overwrite what they wrote before, as a
+of all threads. `one` is the engine with one thread per store, `default` with those that it has
+here. Each contender has files of its own, of one length, and overwrites what it wrote before, as a
 training step does after its first. `--deepspeed` names an interpreter in which DeepSpeed is
 installed, for its aio beside ours.
 """
@@ -31,6 +31,7 @@ import xxhash
 from bench.deepspeed_aio import Aio
 from bench.results import write_results
 from teraplan.run_record import Direction
+from teraplan.runtime.pages import use_huge_pages
 from teraplan.runtime.storage import Record, Storage, Transfer, default_directory
 from teraplan.runtime.storage.memory import address_of, view
 from teraplan.runtime.storage.store import WORKERS as DEFAULT_WORKERS
@@ -47,11 +48,9 @@ FIO_WAYS = (
 for the first time, which costs it a quarter of its rate on one machine."""
 FIO_PATTERNS = ("write", "read", "both")
 PATTERNS = (*FIO_PATTERNS, "planned")
-BACK, OUT = Direction.BACK, Direction.OUT
 WORKERS = {
     "default": DEFAULT_WORKERS,
-    "one": Workers((BACK,)),
-    "three": Workers((BACK, OUT, BACK)),
+    "one": Workers((Direction.BACK,)),
 }
 RING_BYTES = 256 * MIB
 PREFETCHED = 4
@@ -85,14 +84,14 @@ def fio(directory: Path, way: tuple[str, str, int, int], pattern: str, nbytes: i
         *("fio", "--output-format=json", f"--directory={directory}", f"--ioengine={engine}"),
         *(f"--bs={block}", f"--iodepth={depth}", f"--numjobs={jobs}", "--direct=1"),
         *("--fallocate=none", "--overwrite=1", "--group_reporting", "--thread"),
+        f"--filename_format={engine}.{block}.{depth}.$jobnum",
     ]
     if pattern == "both":
-        for rw in ("read", "write"):
-            command += [f"--name=half-{rw}", f"--rw={rw}", f"--size={share // 2}m"]
-            command += [f"--filename_format=file.{rw}.$jobnum"]
+        for rw, offset in (("read", 0), ("write", share // 2)):
+            command += [f"--name={rw}", f"--rw={rw}", f"--offset={offset}m"]
+            command += [f"--size={share // 2}m"]
     else:
         command += ["--name=all", f"--rw={pattern}", f"--size={share}m"]
-        command += ["--filename_format=file.$jobnum"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     moved = sum(job[rw]["io_bytes"] for job in found for rw in ("read", "write"))
@@ -103,10 +102,11 @@ def fio(directory: Path, way: tuple[str, str, int, int], pattern: str, nbytes: i
 
 
 class Ring:
-    """Touched, page-aligned memory that tensors are cut from."""
+    """Touched memory that tensors are cut from, on huge pages as those of a training on the CPU."""
 
     def __init__(self) -> None:
         self._block = mmap.mmap(-1, RING_BYTES)
+        use_huge_pages([(address_of(self._block), RING_BYTES)])
         content = os.urandom(16 * MIB)
         for _ in range(RING_BYTES // len(content)):
             self._block.write(content)
@@ -148,7 +148,6 @@ class Engine:
         self._nbytes = nbytes
         self._storage = Storage.open([directory], checksum=checksum, workers=WORKERS[workers])
         self._kept = self._write(sizes_of("write", nbytes))
-        self._drop(self._write(sizes_of("write", nbytes)))  # so that nothing is a first write
 
     def close(self) -> None:
         """Deletes the file."""
@@ -158,19 +157,21 @@ class Engine:
         """What `pattern` takes."""
         if pattern == "planned":
             return self._move_planned()
-        share = self._nbytes // (2 if pattern == "both" else 1)
-        sizes = [] if pattern == "read" else sizes_of(pattern, share)
-        reads = [] if pattern == "write" else self._kept[: len(sizes) or None]
+        half = len(self._kept) // 2
+        old = {"read": 0, "both": half, "write": len(self._kept)}[pattern]
+        sizes, reads = [record.nbytes for record in self._kept[:old]], self._kept[old:]
+        self._drop(self._kept[:old])
         with _measured() as took:
             written = self._write(sizes)
             transfers = [self._get(record) for record in reads]
             for transfer in [record.write for record in written] + transfers:
                 self._storage.wait(transfer, what="the bench")
-        self._drop(written)
-        return took(sum(sizes) + sum(record.nbytes for record in reads))
+        self._kept = written + reads
+        return took(sum(record.nbytes for record in self._kept))
 
     def _move_planned(self) -> Took:
         """A forward writes all, a backward reads in the opposite order and frees."""
+        self._drop(self._kept)
         sizes = sizes_of("planned", self._nbytes // 2)
         with _measured() as took:
             records = self._write(sizes)
@@ -183,6 +184,7 @@ class Engine:
                     oldest, read = flying.popleft()
                     self._storage.wait(read, what="the bench")
                     self._storage.drop(oldest)
+        self._kept = self._write(sizes_of("write", self._nbytes))
         return took(2 * sum(sizes))
 
     def _write(self, sizes: Sequence[int]) -> list[Record]:

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 
 from teraplan.errors import StorageError
 from teraplan.runtime.storage.store import Store
-from teraplan.runtime.storage.transfers import Extent, Place, Record
+from teraplan.runtime.storage.transfers import Place, Record
 
 
 def place(record: Record, stores: Sequence[Store], label: str) -> None:
@@ -25,16 +25,24 @@ def place(record: Record, stores: Sequence[Store], label: str) -> None:
     error: StorageError | None = None
     while usable:
         chosen = _choose(record, usable)
-        failed, error = _take(record, chosen, label)
-        if error is None:
-            record.places = _places(record, chosen)
+        offsets: dict[int, int] = {}
+        for store, nbytes in _shares(record, chosen).items():
+            try:
+                offsets[store.index] = store.take(record, nbytes, label)
+            except StorageError as caught:
+                error, failed = caught, store
+                break
+        else:
+            record.places = _places(record, chosen, offsets)
             return
+        for store in usable:
+            store.give_back(record)
         usable.remove(failed)
     raise error or StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
 
 
-def place_one(nbytes: int, stores: Sequence[Store], label: str) -> Extent:
-    """An extent for one chunk that could not be written elsewhere.
+def place_one(record: Record, nbytes: int, stores: Sequence[Store], label: str) -> Place:
+    """Room for one chunk of `record` that could not be written elsewhere.
 
     Raises:
         StorageError: no store takes it.
@@ -44,7 +52,7 @@ def place_one(nbytes: int, stores: Sequence[Store], label: str) -> Extent:
     usable = [store for store in stores if store.why_retired is None]
     for store in sorted(usable, key=lambda one: one.finish_ns(nbytes, now_ns)):
         try:
-            return Extent(store.index, store.take(nbytes, label), nbytes)
+            return Place(store.index, store.take(record, nbytes, label))
         except StorageError as caught:
             error = caught
     raise error or StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
@@ -70,26 +78,17 @@ def _choose(record: Record, usable: Sequence[Store]) -> list[Store]:
     return chosen
 
 
-def _take(record: Record, chosen: Sequence[Store], label: str) -> tuple[Store, StorageError | None]:
-    """One extent in each chosen store; on failure the store that has no room, and its error."""
-    share: dict[Store, int] = {}
+def _shares(record: Record, chosen: Sequence[Store]) -> dict[Store, int]:
+    """Bytes of the record in each store."""
+    shares: dict[Store, int] = {}
     for index, store in enumerate(chosen):
-        share[store] = share.get(store, 0) + record.chunk_bytes(index)
-    for store, nbytes in share.items():
-        try:
-            offset = store.take(nbytes, label)
-        except StorageError as error:
-            for extent in record.extents:
-                next(one for one in share if one.index == extent.store).give_back(extent)
-            record.extents = []
-            return store, error
-        record.extents.append(Extent(store.index, offset, nbytes))
-    return chosen[0], None
+        shares[store] = shares.get(store, 0) + record.chunk_bytes(index)
+    return shares
 
 
-def _places(record: Record, chosen: Sequence[Store]) -> list[Place]:
-    """One after the other in each store's extent."""
-    next_offset = {extent.store: extent.offset for extent in record.extents}
+def _places(record: Record, chosen: Sequence[Store], offsets: dict[int, int]) -> list[Place]:
+    """One after the other in each store's extent, which begins at `offsets`."""
+    next_offset = dict(offsets)
     places: list[Place] = []
     for index, store in enumerate(chosen):
         places.append(Place(store.index, next_offset[store.index]))

@@ -30,8 +30,8 @@ class Space:
         """Bytes of the file that no record has."""
         return self._extents.free_bytes
 
-    def take(self, nbytes: int, label: str) -> int:
-        """Offset of a new extent for the record `label`.
+    def take(self, nbytes: int, label: str, owner: int) -> int:
+        """Offset of a new extent for the record `label`, which belongs to `owner`.
 
         Raises:
             StorageFullError: the disk is full; nothing has changed.
@@ -39,11 +39,11 @@ class Space:
         missing = self._extents.missing_bytes(nbytes)
         if missing:
             self._grow(missing, nbytes, label)
-        return self._extents.take(nbytes)
+        return self._extents.take(nbytes, owner)
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """Frees the extent of a record."""
-        self._extents.give_back(offset, nbytes)
+    def give_back(self, owner: int) -> None:
+        """Frees the extents of `owner`, if it has any."""
+        self._extents.give_back(owner)
 
     def _grow(self, missing: int, nbytes: int, label: str) -> None:
         # A whole step if the disk has it, else exactly what is missing.

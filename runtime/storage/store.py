@@ -22,7 +22,7 @@ from teraplan.runtime.storage.arena import Arena
 from teraplan.runtime.storage.chunk_io import FULL, move
 from teraplan.runtime.storage.space import Space
 from teraplan.runtime.storage.speed import Speed
-from teraplan.runtime.storage.transfers import Chunk, Extent, Transfer
+from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
 from teraplan.runtime.storage.work_queue import WorkQueue
 
 _log = logging.getLogger(__name__)
@@ -127,22 +127,22 @@ class Store:
 
     # ---- room -----------------------------------------------------------------------------------
 
-    def take(self, nbytes: int, label: str) -> int:
-        """Offset of an extent of `nbytes`.
+    def take(self, record: Record, nbytes: int, label: str) -> int:
+        """Offset of an extent of `nbytes`, which the record has until it is given back.
 
         Raises:
             StorageFullError: there is no room.
             StorageError: the file cannot grow.
         """
         try:
-            return self.space.take(nbytes, label)
+            return self.space.take(nbytes, label, id(record))
         except StorageError as error:
             self._note_failure(error)
             raise
 
-    def give_back(self, extent: Extent) -> None:
-        """Frees an extent."""
-        self.space.give_back(extent.offset, extent.nbytes)
+    def give_back(self, record: Record) -> None:
+        """Frees what the record has here."""
+        self.space.give_back(id(record))
 
     # ---- work -----------------------------------------------------------------------------------
 
@@ -168,6 +168,12 @@ class Store:
         """Lets what is queued of `transfer` go before everything that is not urgent."""
         self.queue.promote(transfer)
         self._urgent_work.notify_all()
+
+    def take_back(self, transfer: Transfer) -> None:
+        """Whatever is queued of `transfer` will not be moved."""
+        self.queue.remove(transfer)
+        running = sum(chunk.nbytes for chunk in self.running.values())
+        self.pending_bytes = self.queue.nbytes + running
 
     def empty_queue(self) -> list[Chunk]:
         """What is queued, which nobody will move then."""

@@ -21,7 +21,7 @@ from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory
 from teraplan.runtime.storage.placement import place, place_one
 from teraplan.runtime.storage.store import Store, Workers
-from teraplan.runtime.storage.transfers import CHUNK_BYTES, Chunk, Place, Record, Transfer
+from teraplan.runtime.storage.transfers import CHUNK_BYTES, Chunk, Record, Transfer
 
 After = Callable[[], object] | None
 """Called by a worker before it touches the memory."""
@@ -80,9 +80,15 @@ class Traffic:
         with self.lock:
             self._check_open(label)
             self._free_dropped()
-            place(record, self.stores, label)
-            record.write = self._begin(record, label, Direction.OUT, owner, after)
-            self._start(record.write, address)
+            try:
+                place(record, self.stores, label)
+                record.write = self._begin(record, label, Direction.OUT, owner, after)
+                self._start(record.write, address)
+            except BaseException:  # an interrupt, too: then nothing has been put
+                self._take_back(record, getattr(record, "write", None), 0)
+                record.dropped = True
+                self._free_if_unused(record)
+                raise
         return record
 
     def get(
@@ -97,28 +103,29 @@ class Traffic:
         with self.lock:
             self._check_open(label)
             assert not record.dropped, f"{label} was dropped and cannot be read"
-            transfer = self._begin(record, label, Direction.BACK, owner, after)
-            transfer.urgent = urgent
-            if record.write.done:
-                self._start(transfer, address)
-            else:
-                record.waiting_reads.append((transfer, address))
-                if urgent:
-                    self._promote(transfer)
+            num_under_way, transfer = record.num_under_way, None
+            try:
+                transfer = self._begin(record, label, Direction.BACK, owner, after)
+                transfer.urgent = urgent
+                if record.write.done:
+                    self._start(transfer, address)
+                else:
+                    record.waiting_reads.append((transfer, address))
+                    if urgent:
+                        self._promote(transfer)
+            except BaseException:
+                self._take_back(record, transfer, num_under_way)
+                raise
         return transfer
 
     def drop(self, record: Record) -> None:
         """Gives the record's room back as soon as no I/O uses it. Safe in finalizers.
 
         A finalizer may run at any point of a thread that holds the lock, so this must not wait
-        for it: what cannot be freed now is freed by the next call or the next finished chunk.
+        for it: the next call or the next finished chunk frees it. (Nor may it try whether the lock
+        is free: an interrupt right after that would leave it locked.)
         """
         self._drops.append(record)
-        if self.lock.acquire(blocking=False):
-            try:
-                self._free_dropped()
-            finally:
-                self.lock.release()
 
     def wait(self, transfer: Transfer, *, what: str, deadline_s: float) -> int:
         """Nanoseconds that it took until `transfer` had ended; makes it urgent.
@@ -279,6 +286,15 @@ class Traffic:
             for index, chunks in by_store.items():
                 self.stores[index].add(transfer, chunks)
 
+    def _take_back(self, record: Record, transfer: Transfer | None, num_under_way: int) -> None:
+        """Undoes what was begun with the record, which had so many transfers under way before."""
+        record.num_under_way = num_under_way
+        if transfer is None:
+            return
+        record.waiting_reads = [read for read in record.waiting_reads if read[0] is not transfer]
+        for store in self.stores:
+            store.take_back(transfer)
+
     def _promote(self, transfer: Transfer) -> None:
         record = transfer.record
         assert record is not None, f"{transfer} has ended and cannot become urgent"
@@ -308,14 +324,13 @@ class Traffic:
         if transfer.direction is not Direction.OUT:
             return False
         try:
-            extent = place_one(chunk.nbytes, others, transfer.label)
+            where = place_one(record, chunk.nbytes, others, transfer.label)
         except StorageError:
             return False
-        record.extents.append(extent)
-        record.places[chunk.index] = Place(extent.store, extent.offset)
+        record.places[chunk.index] = where
         again = dataclasses.replace(
             chunk,
-            place=record.places[chunk.index],
+            place=where,
             taken=False,
             start_ns=0,
             abandoned=False,
@@ -323,7 +338,7 @@ class Traffic:
             was_moved=True,
             failed_in=failed_in,
         )
-        self.stores[extent.store].add(transfer, [again])
+        self.stores[where.store].add(transfer, [again])
         return True
 
     def _leave_stuck_stores(self, deadline_s: float, idle_s: float) -> None:
@@ -349,16 +364,15 @@ class Traffic:
 
     def _free_dropped(self) -> None:
         while self._drops:
-            record = self._drops.popleft()
-            if not record.dropped:
-                record.dropped = True
-                self._free_if_unused(record)
+            record = self._drops[0]
+            record.dropped = True
+            self._free_if_unused(record)
+            self._drops.popleft()  # last, so that an interrupt leaves it for the next time
 
     def _free_if_unused(self, record: Record) -> None:
         if record.dropped and record.num_under_way == 0:
-            for extent in record.extents:
-                self.stores[extent.store].give_back(extent)
-            record.extents = []
+            for store in self.stores:
+                store.give_back(record)
 
     def _fail(self, transfer: Transfer, error: StorageError) -> None:
         transfer.error = transfer.error or error

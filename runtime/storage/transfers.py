@@ -111,7 +111,6 @@ class Record:
         "body_bytes",
         "checksums",
         "dropped",
-        "extents",
         "give_back",
         "nbytes",
         "num_chunks",
@@ -131,9 +130,6 @@ class Record:
         give_back: Callable[["Record"], None],
     ) -> None:
         self.nbytes = nbytes
-        self.extents: list[Extent] = []
-        """What is to be given back when the record has been dropped."""
-        self.dropped = False
         self.give_back = give_back
         self._head_bytes = min(-address % alignment, nbytes)
         self.body_bytes = (nbytes - self._head_bytes) // block_bytes * block_bytes
@@ -150,10 +146,11 @@ class Record:
         self.waiting_reads: list[tuple[Transfer, int]] = []
         """Reads, with their addresses, that came while the write was still queued."""
         self.write: Transfer
+        self.dropped = False  # last: from here on `__del__` has something to give back
 
     def __del__(self) -> None:
         # An interrupt may come before whoever put it has got hold of it.
-        if self.extents and not self.dropped:
+        if not getattr(self, "dropped", True):
             self.give_back(self)
 
     def keep_ends(self, address: int) -> None:
@@ -196,14 +193,6 @@ class Place(NamedTuple):
 
     store: int
     offset: int
-
-
-class Extent(NamedTuple):
-    """A part of a store's file that a record has."""
-
-    store: int
-    offset: int
-    nbytes: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -22,8 +22,12 @@ class WorkQueue:
         self._writes: deque[Chunk] = deque()
 
     def __len__(self) -> int:
-        queued = [*self._urgent, *self._reads, *self._writes]
-        return len({id(chunk) for chunk in queued if not chunk.taken})
+        return len(self._queued())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is queued."""
+        return sum(chunk.nbytes for chunk in self._queued())
 
     def add(self, transfer: Transfer, chunks: Iterable[Chunk]) -> None:
         """Queues the chunks of `transfer`."""
@@ -55,6 +59,16 @@ class WorkQueue:
                 chunk.taken = True
                 return chunk
         return None
+
+    def remove(self, transfer: Transfer) -> None:
+        """Nobody gets what is queued of `transfer`."""
+        for chunk in self._queued():
+            if chunk.transfer is transfer:
+                chunk.taken = True
+
+    def _queued(self) -> list[Chunk]:
+        everything = [*self._urgent, *self._reads, *self._writes]
+        return list({id(chunk): chunk for chunk in everything if not chunk.taken}.values())
 
     def _of(self, transfer: Transfer) -> deque[Chunk]:
         return self._reads if transfer.direction is Direction.BACK else self._writes
