@@ -11,10 +11,13 @@ from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, Storage
 from teraplan.hardware import Tier
 from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.device import Copy
+from teraplan.runtime.storage.store import WORKERS
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 from tests.fakes.faulty_calls import Fault, injected
 
 FOREVER = 10**9
+ONE_FAILS = 1 + len(WORKERS.always + WORKERS.when_urgent)
+"""So many failing calls in a row: one thread has two of them, so that its second try fails, too."""
 PROGRAM = training(lambda: MLP(rows=8192), MLP(rows=8192).batch, steps=10)
 
 
@@ -51,9 +54,9 @@ def test_tensors_that_cannot_leave_stay_where_there_is_room(reference: Reference
 
 
 def test_one_failed_write_changes_no_bit_and_is_told(reference: Reference) -> None:
-    with injected(Fault(call="write", what=errno.EIO, at=4, times=2)) as calls:
+    with injected(Fault(call="write", what=errno.EIO, at=4, times=ONE_FAILS)) as calls:
         limited = run(PROGRAM, device_budget=reference.narrow_bytes)
-    assert calls.num_injected == 2
+    assert calls.num_injected == ONE_FAILS
     assert_same(reference.unlimited, limited)
     told = "\n".join(limited.statuses[-1].fallbacks)
     assert "could not leave the device, and stayed" in told
@@ -106,7 +109,7 @@ def test_a_plan_that_no_longer_fits_says_that_storage_has_failed(reference: Refe
 
 def test_strict_refuses_to_go_on_after_a_fault(reference: Reference) -> None:
     with (
-        injected(Fault(call="write", what=errno.EIO, at=4, times=2)),
+        injected(Fault(call="write", what=errno.EIO, at=4, times=ONE_FAILS)),
         pytest.raises(FallbackRefusedError, match=r"strict is set, and .* could not leave"),
     ):
         run(PROGRAM, device_budget=reference.narrow_bytes, strict=True)
