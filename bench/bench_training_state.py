@@ -3,7 +3,9 @@
     python -m bench.bench_training_state --help
 
 Each point runs in a process of its own: the step rate of unlimited memory, then that of budgets in
-per cent of the training state. Writes a table and a picture.
+per cent of the training state. Writes a table and a picture. With `--budget`, one point: how much
+the process grows from the construction of the model to the last step, the compiler's own code left
+out.
 """
 
 import argparse
@@ -14,6 +16,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+from bench.results import write_results
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.35, 0.25)
 
@@ -34,9 +39,13 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=0, help="one point only: bytes")
     parser.add_argument("--unlimited", action="store_true", help="one point only")
     parser.add_argument("--output", type=Path, default=Path("bench/results/training_state"))
+    parser.add_argument("--record", default="", help="one point only: name to write it down under")
     options = parser.parse_args()
     if options.budget or options.unlimited:
-        print(json.dumps(point(options)))
+        result = point(options)
+        print(json.dumps(result))
+        if options.record:
+            write_results(options.record, result)
         return
     table = [spawn("--unlimited")]
     for fraction in options.fractions:
@@ -45,20 +54,21 @@ def main() -> None:
     show(table, options.output)
 
 
-def spawn(*arguments: str) -> dict[str, float]:
+def spawn(*arguments: str) -> dict[str, Any]:
     """The result of one point, measured in a fresh process."""
     command = [sys.executable, "-m", "bench.bench_training_state", *sys.argv[1:], *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(result))
     return result
 
 
-def point(options: argparse.Namespace) -> dict[str, float]:
+def point(options: argparse.Namespace) -> dict[str, Any]:
     """Train for some steps under one budget."""
     import torch
 
     import teraplan
+    import teraplan.backend  # the compiler: its code is not training's memory
     from bench.models.gpt import GPT, GPTConfig, batch
     from teraplan.runtime import process_memory
 
@@ -69,7 +79,7 @@ def point(options: argparse.Namespace) -> dict[str, float]:
     if options.storage:
         settings["storage"] = [options.storage]
     before = process_memory.resident_bytes()
-    process_memory.reset_peak()
+    watch = process_memory.PeakWatch()
     config = GPTConfig(
         vocab_size=options.vocabulary,
         width=options.width,
@@ -85,7 +95,7 @@ def point(options: argparse.Namespace) -> dict[str, float]:
     parameters = sum(p.nbytes for p in model.parameters())
     model.compile(backend="teraplan", options=settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    times, losses, traffic = [], [], []
+    times, losses, traffic, peaks = [], [], [], []
     for step in range(options.steps):
         tokens, targets = batch(config, options.batch, step)
         start, io_before = time.perf_counter(), written_bytes()
@@ -96,8 +106,9 @@ def point(options: argparse.Namespace) -> dict[str, float]:
         losses.append(float(loss))
         times.append(time.perf_counter() - start)
         traffic.append(written_bytes() - io_before)
-        peak = (process_memory.peak_bytes() - before) / 2**20
-        print(f"step {step}: {times[-1]:.2f} s, peak {peak:.0f} MiB", file=sys.stderr, flush=True)
+        peaks.append(watch.nbytes - before)
+        peak = f"peak {peaks[-1] / 2**20:.0f} MiB"
+        print(f"step {step}: {times[-1]:.2f} s, {peak}", file=sys.stderr, flush=True)
     status = teraplan.status()
     print(status, [round(t, 2) for t in times], losses[-1], file=sys.stderr)
     last = times[max(3, len(times) // 2) :]
@@ -106,12 +117,17 @@ def point(options: argparse.Namespace) -> dict[str, float]:
         "training_state_bytes": 4 * parameters,
         "beside_bytes": max(0, status.unlimited_peak_bytes - 4 * parameters),
         "step_s": statistics.median(last),
-        "peak_bytes": process_memory.peak_bytes() - before,
+        "peak_bytes": watch.nbytes - before,
+        "allowed_peak_bytes": int(1.1 * options.budget) + (64 << 20),
+        "peak_bytes_until_step": peaks,
+        "step_times_s": times,
+        "predicted_step_s": status.predicted_step_ns / 1e9,
         "actual_peak_bytes": status.actual_peak_bytes,
         "written_bytes": status.state_written_bytes,
         "kernel_written_bytes": statistics.median(traffic[-3:]),
         "read_bytes": status.state_read_bytes,
         "loss": losses[-1],
+        "command": " ".join(["python -m bench.bench_training_state", *sys.argv[1:]]),
     }
 
 
@@ -137,7 +153,7 @@ def written_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
 
 
-def show(table: list[dict[str, float]], output: Path) -> None:
+def show(table: list[dict[str, Any]], output: Path) -> None:
     """Print the points, and draw rate against budget."""
     unlimited = table[0]["step_s"]
     for row in table:

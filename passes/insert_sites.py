@@ -39,7 +39,12 @@ class _Candidate:
 
 
 def insert_sites(
-    forward: fx.Graph, backward: fx.Graph, *, num_outputs: int, static_inputs: Sequence[int]
+    forward: fx.Graph,
+    backward: fx.Graph,
+    *,
+    num_outputs: int,
+    static_inputs: Sequence[int],
+    settled: Set[fx.Node] = frozenset(),
 ) -> GraphTable:
     """Insert all ops into both graphs, in place, and return the table that they carry.
 
@@ -49,6 +54,7 @@ def insert_sites(
         num_outputs: number of results of the user.
         static_inputs: positions of the forward's placeholders that live as long as the model
             (parameters, buffers).
+        settled: nodes of gradients that leave the backward as soon as they are complete.
     """
     fingerprint = _hash(forward, backward)
     candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
@@ -66,7 +72,7 @@ def insert_sites(
         ),
         uncovered=tuple(uncovered),
         forward_workspace_bytes=workspace_nbytes(forward, bases),
-        backward_workspace_bytes=workspace_nbytes(backward, frozenset()),
+        backward_workspace_bytes=workspace_nbytes(backward, frozenset(), settled),
         largest_operation_bytes=largest_operation_nbytes(forward, _static(forward, static_inputs)),
     )
     if candidates:

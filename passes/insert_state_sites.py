@@ -40,7 +40,7 @@ def insert_state_sites(
     inputs = forward.find_nodes(op="placeholder")
     if not static_inputs:
         return
-    static = {inputs[i] for i in static_inputs if i < len(inputs) and _is_large(inputs[i])}
+    static = _large_inputs(inputs, static_inputs)
     saved = _saved_parameters(forward, num_outputs, static)
     placeholders = backward.find_nodes(op="placeholder")
     chain = _chain(forward, ops.enter)
@@ -48,6 +48,36 @@ def insert_state_sites(
     chain = _chain(backward, ops.enter_backward)
     _bracket(backward, [p for p in placeholders if p.name in saved], chain)
     _settle_gradients(backward, inputs, static, chain)
+
+
+def settled_gradients(
+    forward: fx.Graph, backward: fx.Graph, static_inputs: Sequence[int]
+) -> set[fx.Node]:
+    """Base nodes of the gradients that `insert_state_sites` will let leave at once."""
+    inputs = forward.find_nodes(op="placeholder")
+    static = _large_inputs(inputs, static_inputs)
+    return {base_of(gradient) for _, gradient in _movable_gradients(backward, inputs, static)}
+
+
+def _large_inputs(inputs: Sequence[fx.Node], static_inputs: Sequence[int]) -> set[fx.Node]:
+    return {inputs[i] for i in static_inputs if i < len(inputs) and _is_large(inputs[i])}
+
+
+def _movable_gradients(
+    backward: fx.Graph, inputs: Sequence[fx.Node], static: Set[fx.Node]
+) -> list[tuple[int, fx.Node]]:
+    """Position in the backward's results and node of each gradient that can move."""
+    results = list(cast("Sequence[fx.Node | None]", backward.output_node().args[0]))
+    if len(results) < len(inputs):
+        return []
+    return [
+        (position, gradient)
+        for position, (source, gradient) in enumerate(zip(inputs, results, strict=False))
+        if source in static
+        and isinstance(gradient, fx.Node)
+        and _is_large(gradient)
+        and _is_dense(gradient.meta["val"])
+    ]
 
 
 def _is_large(node: fx.Node) -> bool:
@@ -112,15 +142,8 @@ def _settle_gradients(
     """Let the backward return what `settle` makes of each large parameter's gradient."""
     output = backward.output_node()
     results = list(cast("Sequence[fx.Node | None]", output.args[0]))
-    if len(results) < len(inputs):
-        return
     order = {node: i for i, node in enumerate(backward.nodes)}
-    for position, source in enumerate(inputs):
-        gradient = results[position]
-        if source not in static or not isinstance(gradient, fx.Node) or not _is_large(gradient):
-            continue
-        if not _is_dense(gradient.meta["val"]):
-            continue
+    for position, gradient in _movable_gradients(backward, inputs, static):
         uses = [node for node in uses_of(base_of(gradient)) if node in order]
         last = max([gradient, *uses], key=order.__getitem__)
         with backward.inserting_after(last):

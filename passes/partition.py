@@ -11,7 +11,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from teraplan import __version__
 from teraplan.passes.insert_sites import insert_sites
-from teraplan.passes.insert_state_sites import insert_state_sites
+from teraplan.passes.insert_state_sites import insert_state_sites, settled_gradients
 from teraplan.passes.lowering import INDUCTOR_CONFIG, register_lowerings
 from teraplan.passes.verify_graph import verify_pair
 
@@ -37,19 +37,15 @@ class TeraplanPartitioner(CustomPartitionerFn):
         forward, backward = min_cut_rematerialization_partition(
             gm, joint_inputs, compiler="inductor", **kwargs
         )
+        graphs = (forward.graph, backward.graph)
+        num_outputs = kwargs["num_fwd_outputs"]
+        static = kwargs.get("static_lifetime_input_indices") or ()
+        settled = settled_gradients(*graphs, static) if self.moves_state else frozenset[fx.Node]()
         table = insert_sites(
-            forward.graph,
-            backward.graph,
-            num_outputs=kwargs["num_fwd_outputs"],
-            static_inputs=kwargs.get("static_lifetime_input_indices") or (),
+            *graphs, num_outputs=num_outputs, static_inputs=static, settled=settled
         )
         if self.moves_state:
-            insert_state_sites(
-                forward.graph,
-                backward.graph,
-                num_outputs=kwargs["num_fwd_outputs"],
-                static_inputs=kwargs.get("static_lifetime_input_indices") or (),
-            )
+            insert_state_sites(*graphs, num_outputs=num_outputs, static_inputs=static)
         for module in (forward, backward):
             _forget_mutation_regions(module)
             module.graph.lint()

@@ -23,12 +23,19 @@ def nbytes_of(node: fx.Node) -> int:
     return numel * value.dtype.itemsize
 
 
-def workspace_nbytes(graph: fx.Graph, excluded: Set[fx.Node]) -> int:
-    """Most bytes of intermediates alive at once, inputs and `excluded` (by base node) left out."""
+def workspace_nbytes(
+    graph: fx.Graph, excluded: Set[fx.Node], settled: Set[fx.Node] = frozenset()
+) -> int:
+    """Most bytes of intermediates alive at once, inputs and `excluded` (by base node) left out.
+
+    Results that are `settled` (by base node) leave the graph where they are complete, not at its
+    end.
+    """
     last_use: dict[fx.Node, int] = {}
     for position, node in enumerate(graph.nodes):
         for argument in (node, *node.all_input_nodes):
-            last_use[base_of(argument)] = position
+            if node.op != "output" or base_of(argument) not in settled:
+                last_use[base_of(argument)] = position
     dying: dict[int, int] = {}
     live = peak = 0
     for position, node in enumerate(graph.nodes):

@@ -1,6 +1,7 @@
 """Which tensors a process holds: the state of training, counted once per profile."""
 
 import gc
+from collections.abc import Mapping
 
 import torch
 from torch._subclasses import FakeTensor
@@ -47,6 +48,10 @@ _STATES_PER_PARAMETER = {
     "Adamax": 2,
     "Adagrad": 1,
     "RMSprop": 1,
+    "Adadelta": 2,
+    "Rprop": 2,
+    "ASGD": 1,
+    "SGD": 0,
 }
 
 
@@ -55,14 +60,23 @@ def optimizers() -> list[torch.optim.Optimizer]:
     return [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
 
 
+def states_per_parameter(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, object], *, unknown: int
+) -> int:
+    """Tensors of a parameter's size that `step()` keeps for each parameter of a group.
+
+    `unknown` counts for optimizers that are not torch's own.
+    """
+    always = _STATES_PER_PARAMETER.get(type(optimizer).__name__, unknown)
+    return always + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+
+
 def missing_optimizer_nbytes(device_type: str) -> int:
     """Bytes of optimizer state that the first `step()` of known optimizers will create."""
     missing = 0
     for optimizer in optimizers():
-        per_parameter = _STATES_PER_PARAMETER.get(type(optimizer).__name__, 0)
         for group in optimizer.param_groups:
-            count = per_parameter + bool(group.get("amsgrad")) + bool(group.get("momentum"))
-            missing += count * sum(
+            missing += states_per_parameter(optimizer, group, unknown=0) * sum(
                 p.nbytes
                 for p in group["params"]
                 if p.requires_grad and p.device.type == device_type and not optimizer.state.get(p)

@@ -124,9 +124,11 @@ class CpuDevice(Device):
         self.pool = CpuPool()
         self._transfers: list[TransferRecord] = []
         self._beside: Beside | None = None
+        self._limit_bytes: int | None = None
 
     def keeps_beside(self, beside: Beside) -> None:
         self._beside = beside
+        self._malloc.map_large()
 
     def hardware(self) -> Hardware:
         from teraplan.runtime.links import host_link, storage_link
@@ -176,11 +178,20 @@ class CpuDevice(Device):
         process_memory.reset_peak()
         return peak
 
+    def make_room(self, nbytes: int) -> None:
+        if self._limit_bytes is None:
+            self._trim()
+            return
+        self.pool.shrink(self._resident_beside() + nbytes - self._limit_bytes)
+
+    def _resident_beside(self) -> int:
+        beside = self._beside.held_bytes if self._beside is not None else 0
+        return process_memory.resident_bytes_fast() - beside
+
     def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
         self._sites_since_trim += 1
-        resident = process_memory.resident_bytes_fast()
-        if self._beside is not None:
-            resident -= self._beside.held_bytes
+        self._limit_bytes = limit_bytes
+        resident = self._resident_beside()
         slack = limit_bytes - headroom_bytes - resident
         self.pool.slack_bytes = max(0, slack)
         if slack < 0:

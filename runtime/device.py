@@ -118,6 +118,13 @@ class Device(ABC):
                 little is in use, so that other code has room between two sites.
         """
 
+    def make_room(self, nbytes: int) -> None:
+        """Other code is about to take `nbytes` at once: give free memory back that is in its way.
+
+        Needed only where training state moves, whose updates run between sites.
+        """
+        raise NotImplementedError(f"training state cannot leave {self.name}")
+
     @abstractmethod
     def attach(self) -> None:
         """The compiled graph that is calling an op is about to allocate its tensors."""

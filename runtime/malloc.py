@@ -6,6 +6,13 @@ by itself: the memory that one tensor leaves is where the next one goes, already
 touch costs a fault per page; with glibc's defaults, which trim and fault in every step, a step of a
 26 M parameter GPT took 2 % longer, and 11 % longer where every block was a mapping of its own.
 
+But torch asks for aligned memory, and glibc (2.36) looks for a hole that is larger by the alignment
+than what it then takes: a hole is never reused for the same size unless its neighbours are free,
+too. AdamW's temporaries for parameters of 4 to 16 MiB, small tensors between them, made the heap
+grow by 960 MiB for each 720 MiB of parameters, step after step, with 32 MiB in use at once; as
+mappings of their own they took 37 MiB and were 18 % faster. So where memory is to be kept to while
+such tensors come and go, `map_large` leaves only small ones on the heap.
+
 To measure what is in use, `trim` gives all free pages back at once.
 """
 
@@ -17,6 +24,7 @@ log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER_TRIM = 2**31 - 1
 _LARGEST_HEAP_BLOCK = 32 << 20
+_LARGEST_SMALL_BLOCK = 256 << 10
 
 
 class _MallInfo(ctypes.Structure):
@@ -55,6 +63,11 @@ class Malloc:
         """Make freed blocks of up to 32 MiB stay in the process for later ones."""
         self._set(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
         self._set(_M_TRIM_THRESHOLD, _NEVER_TRIM)
+
+    def map_large(self) -> None:
+        """Make blocks of more than 256 KiB mappings of their own, which end when they are freed."""
+        self._set(_M_MMAP_THRESHOLD, _LARGEST_SMALL_BLOCK)
+        self.trim()
 
     def trim(self) -> None:
         """Give all free pages of the heap back to the system."""

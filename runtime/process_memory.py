@@ -1,6 +1,7 @@
 """How much memory this process has, and may have, by Linux's own account."""
 
 import os
+import weakref
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
@@ -69,7 +70,30 @@ def peak_bytes() -> int:
 
 def reset_peak() -> None:
     """Start measuring the peak anew from the resident set of now."""
+    for watch in list(_watches):
+        watch.note()
     _CLEAR_REFS.write_text("5")
+
+
+class PeakWatch:
+    """The most that the resident set has been since this was made, over all `reset_peak` since."""
+
+    def __init__(self) -> None:
+        reset_peak()
+        self._most = 0
+        _watches.add(self)
+
+    def note(self) -> None:
+        """Keep the peak of until now, which is about to be forgotten."""
+        self._most = max(self._most, peak_bytes())
+
+    @property
+    def nbytes(self) -> int:
+        """The peak."""
+        return max(self._most, peak_bytes())
+
+
+_watches: "weakref.WeakSet[PeakWatch]" = weakref.WeakSet()
 
 
 def available_bytes() -> int:

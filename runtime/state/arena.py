@@ -80,6 +80,18 @@ class StateArena:
             self._in_memory[block] = None
         return tensor_at(block.address, nbytes, like, partial(self._ended.append, block))
 
+    def reserve(self, nbytes: int) -> None:
+        """Keep `nbytes` of the limit for memory that is not from here, until `unreserve`."""
+        with self.lock:
+            self._settle()
+            self._make_room(nbytes)
+            self._hold(nbytes)
+
+    def unreserve(self, nbytes: int) -> None:
+        """So much of what was reserved is free again."""
+        with self.lock:
+            self.held_bytes -= nbytes
+
     @property
     def total_bytes(self) -> int:
         """Of all blocks, wherever they are."""

@@ -15,7 +15,7 @@ from teraplan.config import Config
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError
 from teraplan.runtime import census
 from teraplan.runtime.device import Device
-from teraplan.runtime.state.optimizer_steps import OptimizerSteps
+from teraplan.runtime.state.optimizer_steps import TEMPORARIES, OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import format_nbytes
@@ -26,9 +26,6 @@ _FIRST_SHARE = 0.5
 """Part of the budget for the state until the graphs are known."""
 _TENSORS_AT_ONCE = 4
 """A parameter's update needs it, its gradient and two states in memory together."""
-
-_TEMPORARIES = 2
-"""Tensors of a parameter's size that AdamW makes on the way."""
 
 
 class StateKeeper:
@@ -74,7 +71,7 @@ class StateKeeper:
     @property
     def update_bytes(self) -> int | None:
         """What the update of one parameter needs beside its state; None if nothing moves."""
-        return _TEMPORARIES * self._largest_bytes if self.moves else None
+        return TEMPORARIES * self._largest_bytes if self.moves else None
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
@@ -187,7 +184,7 @@ class StateKeeper:
         )
         self.state = TrainingState(storage, int(max(0, left_bytes) * _FIRST_SHARE))
         self._device.keeps_beside(self.state.arena)
-        self._steps = OptimizerSteps(self.state)
+        self._steps = OptimizerSteps(self.state, self._device.make_room)
 
 
 def _shared_text(parameter: torch.Tensor) -> str:

@@ -21,6 +21,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.errors import UnsupportedError
+from teraplan.runtime.census import states_per_parameter
 from teraplan.runtime.state import attachment
 from teraplan.runtime.state.per_parameter import plain_step, updates_each_by_itself
 from teraplan.runtime.state.stand_in import (
@@ -35,6 +36,9 @@ from teraplan.runtime.state.training_state import TrainingState
 
 _BUCKET_SHARE = 3
 """Buckets take at most this part of the limit: one computes, one comes in, one goes out."""
+_STATES_OF_UNKNOWN = 2
+TEMPORARIES = 2
+"""Tensors of a parameter's size that AdamW makes on the way; of others none makes more."""
 
 Optimizer = torch.optim.Optimizer
 
@@ -56,8 +60,10 @@ class _Step:
 class OptimizerSteps:
     """The steps of all optimizers that update parameters of one training state."""
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, make_room: Callable[[int], None]) -> None:
         self._state = state
+        self._make_room = make_room
+        """Called with the bytes that an update takes for a moment."""
         self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -140,6 +146,7 @@ class OptimizerSteps:
         self._steps[optimizer] = step
         try:
             buckets = self._buckets(optimizer)
+            self._make_room(TEMPORARIES * max(p.nbytes for p in _parameters(optimizer)))
             self._run(step, buckets[:-1], args[1:], kwargs)
             step.bucket = self._bring(step, buckets[-1])
         except BaseException:
@@ -171,6 +178,7 @@ class OptimizerSteps:
         step.using.close()
         if step.bucket is not None:
             self._adopt(step.bucket, _parameters(step.bucket))
+        self._state.end_expecting()
 
     # -- buckets ---------------------------------------------------------------------------------
 
@@ -197,6 +205,7 @@ class OptimizerSteps:
             plain_step(made)(made, *args, **kwargs)
             step.using.close()
             self._adopt(made, _parameters(made))
+            self._state.end_expecting()
             self._compare(step, made)
 
     def _compare(self, step: _Step, made: Optimizer) -> None:
@@ -214,6 +223,7 @@ class OptimizerSteps:
         """The optimizer with this bucket alone, all of whose tensors are in memory."""
         made = stand_in(step.optimizer, bucket)
         tensors = _tensors(made, _parameters(made))
+        self._state.expect(_beside_bytes(made))
         step.using.enter_context(self._state.using(tensors, writes=True))
         return made
 
@@ -228,6 +238,7 @@ class OptimizerSteps:
         What the next forward needs first is then used last, and still in memory.
         """
         parameters = list(_parameters(optimizer))
+        missing = _missing_bytes(optimizer)
         if not self._order_matters(optimizer):
             parameters.reverse()
         limit = self._state.arena.limit_bytes // _BUCKET_SHARE
@@ -235,6 +246,7 @@ class OptimizerSteps:
         nbytes = 0
         for parameter in parameters:
             size = sum(t.nbytes for t in _tensors(optimizer, [parameter]))
+            size += missing.get(id(parameter), 0)
             if nbytes and nbytes + size > limit:
                 buckets.append(set())
                 nbytes = 0
@@ -308,6 +320,24 @@ def _tensors(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> list[t
         state = optimizer.state.get(parameter, {})
         found += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return [tensor for tensor in found if tensor.layout == torch.strided]
+
+
+def _missing_bytes(optimizer: Optimizer) -> dict[int, int]:
+    """Bytes of the state that the step will make, by identity of the parameter."""
+    missing: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        count = states_per_parameter(optimizer, group, unknown=_STATES_OF_UNKNOWN)
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter not in optimizer.state:
+                missing[id(parameter)] = count * parameter.nbytes
+    return missing
+
+
+def _beside_bytes(optimizer: Optimizer) -> int:
+    """What a step over the parameters in `param_groups` allocates that is no single temporary."""
+    several = (group["params"] for group in optimizer.param_groups if group.get("foreach"))
+    temporaries: int = TEMPORARIES * sum(p.nbytes for parameters in several for p in parameters)
+    return temporaries + sum(_missing_bytes(optimizer).values())
 
 
 def _called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -57,6 +57,7 @@ class TrainingState:
         """Address of each parameter's memory that something else has, too: it stays."""
         self._num_persistent = 0
         self._num_gradients = 0
+        self._expected_bytes = 0
         self._stepped = False
         self._closed = False
         _alive.add(self)
@@ -109,13 +110,34 @@ class TrainingState:
             return None
         return self._allocate(like, TensorKind.PARAMETER, "parameter")
 
+    def expect(self, nbytes: int) -> None:
+        """So much will be allocated outside of the arena until `end_expecting`.
+
+        As `adopt_state` takes it in, its place is free again.
+        """
+        self.arena.reserve(nbytes)
+        self._expected_bytes += nbytes
+
+    def end_expecting(self) -> None:
+        """What was expected has been taken in, or freed."""
+        self._expect_less(self._expected_bytes)
+
+    def _expect_less(self, nbytes: int) -> None:
+        nbytes = min(nbytes, self._expected_bytes)
+        self._expected_bytes -= nbytes
+        self.arena.unreserve(nbytes)
+
     def adopt_state(self, state: dict[str, object]) -> None:
         """Move the tensors of one parameter's optimizer state into the arena."""
-        for name, value in state.items():
+        for name in state:
+            value = state[name]
             if not isinstance(value, torch.Tensor) or not is_movable(value):
                 continue
             if self.arena.block_of(value) is None:
                 state[name] = self._copy(value, TensorKind.OPTIMIZER_STATE, name)
+                nbytes = value.nbytes
+                del value
+                self._expect_less(nbytes)
 
     def _copy(self, source: torch.Tensor, kind: TensorKind, name: str) -> torch.Tensor:
         return self._allocate(source, kind, name).copy_(source)

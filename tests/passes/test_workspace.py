@@ -55,3 +55,10 @@ def test_largest_operation_that_is_not_fused() -> None:
 def test_bytes_of_what_is_no_tensor() -> None:
     graph = fx.Graph()
     assert nbytes_of(graph.placeholder("x")) == 0
+
+
+def test_what_is_settled_is_not_kept_for_the_end() -> None:
+    graph = _traced(lambda x: (x.sin().view(16, 16), x.cos(), x.tanh()), (256,))
+    assert workspace_nbytes(graph, frozenset()) == 3 * KIB
+    settled = {n for n in graph.nodes if n.target in (torch.ops.aten.sin.default,)}
+    assert workspace_nbytes(graph, frozenset(), settled) == 2 * KIB

@@ -1,0 +1,101 @@
+"""Memory of the whole process while training state moves, each measured in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from teraplan.units import MIB
+
+REPO = Path(__file__).parents[2]
+
+TEMPORARIES = """
+import torch
+from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.process_memory import PeakWatch, resident_bytes
+
+malloc = Malloc()
+malloc.keep_for_reuse()
+malloc.map_large()
+parameters = [torch.rand(n << 18) for n in (8, 6, 2)]
+before, watch, kept = resident_bytes(), PeakWatch(), []
+for _ in range(20):
+    for parameter in parameters:
+        (parameter.sqrt() / 0.3).add_(1e-8)
+        kept += [torch.empty(10) for _ in range(20)]
+print(watch.nbytes - before)
+"""
+
+FIRST_UPDATE = """
+import tempfile
+from pathlib import Path
+
+import torch
+
+from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.process_memory import PeakWatch, resident_bytes
+from teraplan.runtime.state.optimizer_steps import OptimizerSteps
+from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.storage import Storage, default_directory
+
+Malloc().map_large()
+with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory:
+    warm = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1 << 18))])
+    warm.param_groups[0]["params"][0].grad = torch.zeros(1 << 18)
+    warm.step()
+    before, watch = resident_bytes(), PeakWatch()
+    state = TrainingState(Storage.open([Path(directory)], checksum=False), 96 << 20)
+    steps = OptimizerSteps(state, lambda nbytes: None)
+    parameters = []
+    for _ in range(24):
+        like = torch.empty(1 << 20, device="meta")
+        parameters.append(torch.nn.Parameter(state.empty_parameter(like)))
+        parameters[-1].grad = state.settle(torch.ones(1 << 20))
+    state.adopt_parameters(parameters)
+    torch.optim.AdamW(parameters).step()
+    assert state.arena.total_bytes == 4 * 96 << 20
+    print(watch.nbytes - before)
+    steps.close()
+    state.close()
+"""
+
+
+def printed(code: str) -> int:
+    """The number that a process of its own prints last."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.PIPE, text=True)
+    return int(done.stdout.split()[-1])
+
+
+def test_temporaries_of_updates_leave_nothing_behind() -> None:
+    """On the heap they were never reused: it grew by each, 640 MiB in all."""
+    assert printed(TEMPORARIES) < 24 * MIB
+
+
+def test_the_first_update_has_room_for_the_state_that_it_makes() -> None:
+    """The limit, two temporaries, and what user code may touch of what is away."""
+    assert printed(FIRST_UPDATE) < (96 + 8 + 8) * MIB
+
+
+TRAINING = """
+import sys
+
+from bench import bench_training_state
+sys.argv[1:] = (
+    "--kernels aot_eager --width 768 --layers 6 --vocabulary 4096 --tokens 64 --batch 1 --steps 5"
+).split() + ["--budget", str({budget})]
+bench_training_state.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_trains_keeps_its_budget_from_the_beginning_on() -> None:
+    """745 MiB of training state, model construction included, every step counts."""
+    budget = 180 * MIB
+    command = [sys.executable, "-c", TRAINING.format(budget=budget)]
+    done = subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.PIPE, text=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["training_state_bytes"] >= 4 * budget
+    assert result["peak_bytes"] <= 1.1 * budget + 64 * MIB
