@@ -10,15 +10,13 @@ that nobody has left gets the pages of blocks that wait.
 
 import ctypes
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 from torch._C._dynamo import guards
 
-from teraplan.runtime import pages
-from teraplan.runtime.page_scraps import PageScraps, Piece
+from teraplan.runtime.page_pool import PageBlock, PagePool
 
 MIN_BLOCK_BYTES = 256 << 10
 """Smaller tensors are left to the heap."""
@@ -27,17 +25,6 @@ _LITTLE_IN_USE = 0.75
 _ALIGNMENT = 64 << 10
 _empty_strided_cpu: Any = vars(guards)["_empty_strided_cpu"]
 """What generated code calls otherwise."""
-
-
-class _Block:
-    """Memory of one tensor."""
-
-    __slots__ = ("address", "nbytes", "pieces")
-
-    def __init__(self, address: int, pieces: list[Piece]) -> None:
-        self.address = address
-        self.pieces = pieces
-        self.nbytes = sum(piece.nbytes for piece in pieces)
 
 
 class _Lease:
@@ -49,7 +36,7 @@ class _Lease:
     _classes: ClassVar[dict[int, Any]] = {}
 
     @classmethod
-    def of(cls, block: _Block, pool: "CpuPool") -> object:
+    def of(cls, block: PageBlock, pool: "CpuPool") -> object:
         """An object with the buffer interface over the block."""
         kind: Any = cls._classes.get(block.nbytes)
         if kind is None:
@@ -68,18 +55,21 @@ class CpuPool:
     """Blocks for tensors of `MIN_BLOCK_BYTES` and more. All methods are safe from any thread."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[int, list[_Block]] = OrderedDict()
-        self._scraps = PageScraps()
+        self._waiting = PagePool()
         self._addresses: set[int] = set()
         self._lock = threading.RLock()
         self.in_use_bytes = 0
-        self.waiting_bytes = 0
         self._most_bytes = 0
         self.slack_bytes = 0
         """So much more may be mapped while something waits."""
 
     def __del__(self) -> None:
         self._unmap(self.waiting_bytes)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of blocks that no tensor has."""
+        return self._waiting.nbytes
 
     def empty_strided(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -101,14 +91,12 @@ class CpuPool:
         """True if a tensor that starts at `address` has its memory from here."""
         return address in self._addresses
 
-    def give_back(self, block: _Block) -> None:
+    def give_back(self, block: PageBlock) -> None:
         """A block's tensor is gone. Called by the tensor's memory itself."""
         with self._lock:
             self.in_use_bytes -= block.nbytes
             self._addresses.discard(block.address)
-            self._waiting.setdefault(block.nbytes, []).append(block)
-            self._waiting.move_to_end(block.nbytes)
-            self.waiting_bytes += block.nbytes
+            self._waiting.give(block)
 
     def trim(self) -> None:
         """Unmap every waiting block, and forget how much has been in use at once."""
@@ -138,60 +126,26 @@ class CpuPool:
         with self._lock:
             self.in_use_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self.in_use_bytes)
-            blocks = self._waiting.get(nbytes)
-            if blocks:
-                block = blocks.pop()
-                self.waiting_bytes -= nbytes
-            else:
+            block = self._waiting.take(nbytes)
+            if block is None:
                 beyond = self.in_use_bytes + self.waiting_bytes - self._most_bytes
                 block = self._new_block(nbytes, beyond - self.slack_bytes)
             self._addresses.add(block.address)
             return _Lease.of(block, self)
 
-    def _new_block(self, nbytes: int, beyond_bytes: int) -> _Block:
+    def _new_block(self, nbytes: int, beyond_bytes: int) -> PageBlock:
         """A block from `beyond_bytes` of what waits; what it does not need of that is unmapped."""
         self._unmap(beyond_bytes - nbytes)
-        start = end = pages.take(nbytes)
-        pieces: list[Piece] = []
-        reused_bytes = min(nbytes, _aligned(beyond_bytes))
-        self._break_up(reused_bytes)
-        for piece in self._scraps.take(reused_bytes):
-            _move(piece, end)
-            self.waiting_bytes -= piece.nbytes
-            pieces.append(Piece(end, piece.nbytes))
-            end += piece.nbytes
-        fresh_bytes = start + nbytes - end
+        before = self._waiting.nbytes
+        block = self._waiting.make(nbytes, min(nbytes, _aligned(beyond_bytes)))
+        fresh_bytes = nbytes - (before - self._waiting.nbytes)
         if fresh_bytes:
-            pieces.append(Piece(end, fresh_bytes))
             self.slack_bytes = max(0, self.slack_bytes - fresh_bytes)
-        return _Block(start, pieces)
+        return block
 
     def _unmap(self, nbytes: int) -> None:
-        nbytes = _aligned(nbytes)
-        self._break_up(nbytes)
-        for piece in self._scraps.take_small(nbytes):
-            self.waiting_bytes -= piece.nbytes
-            pages.release(piece.address, piece.nbytes)
-
-    def _break_up(self, nbytes: int) -> None:
-        """Make scraps of blocks until there are `nbytes`; least recently freed sizes first."""
-        while self._scraps.nbytes < nbytes and self._waiting:
-            size, blocks = next(iter(self._waiting.items()))
-            if not blocks:
-                del self._waiting[size]
-                continue
-            for piece in blocks.pop().pieces:
-                self._scraps.add(piece)
+        self._waiting.shrink(_aligned(nbytes))
 
 
 def _aligned(nbytes: int) -> int:
     return max(0, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-
-
-def _move(piece: Piece, target: int) -> None:
-    """Put the piece's memory at `target`; where the kernel refuses, untouched memory instead."""
-    try:
-        pages.move(piece.address, target, piece.nbytes, keep_source=False)
-    except OSError:
-        pages.release(piece.address, piece.nbytes)
-        pages.renew(target, piece.nbytes)

@@ -21,9 +21,9 @@ import xxhash
 
 from teraplan.errors import IntegrityError
 from teraplan.runtime import pages
+from teraplan.runtime.page_pool import PageBlock, PagePool
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.lease import span_nbytes, tensor_at
-from teraplan.runtime.state.page_pool import PagePool
 from teraplan.runtime.state.timeline import Timeline
 from teraplan.runtime.storage import Storage
 from teraplan.runtime.storage.memory import view
@@ -201,7 +201,7 @@ class StateArena:
             pages.show_file(address, nbytes, fd, offset)
             address += nbytes
         assert address == block.address + block.nbytes, "a block is whole pages: it has no ends"
-        self._pool.give(waiting, block.nbytes)
+        self._pool.give(PageBlock.whole(waiting, block.nbytes))
         self._pool_to_limit()
         block.place, block.leaving, block.touched = Place.STORAGE, False, False
         del self._in_memory[block]
@@ -255,12 +255,11 @@ class StateArena:
     def _pages(self, nbytes: int) -> int:
         """Address of pages for a block, after making room for them."""
         waiting = self._pool.take(nbytes)
+        if waiting is None:
+            self._make_room(nbytes)
+            waiting = self._pool.take(nbytes)
         if waiting is not None:
-            return waiting
-        self._make_room(nbytes)
-        waiting = self._pool.take(nbytes)
-        if waiting is not None:
-            return waiting
+            return waiting.address
         self._hold(nbytes)
         return pages.take(nbytes)
 
@@ -331,12 +330,12 @@ class StateArena:
         self._shown.pop(block, None)
         self._drop_record(block)
         if block.place is Place.MEMORY:
-            self._pool.give(block.address, block.nbytes)
+            self._pool.give(PageBlock.whole(block.address, block.nbytes))
             self._pool_to_limit()
             return
         pages.release(block.address, block.nbytes)
         if block.place is Place.COMING:
-            self._pool.give(block.landing, block.nbytes)
+            self._pool.give(PageBlock.whole(block.landing, block.nbytes))
             self._pool_to_limit()
 
     @staticmethod

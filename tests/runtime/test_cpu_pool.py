@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from teraplan.runtime import pages, process_memory
-from teraplan.runtime.cpu_pool import CpuPool, _move
+from teraplan.runtime.cpu_pool import CpuPool
+from teraplan.runtime.page_pool import _move
 from teraplan.runtime.page_scraps import PageScraps, Piece
 from teraplan.runtime.pages import HUGE_PAGE_BYTES, use_huge_pages
 from teraplan.units import MIB
