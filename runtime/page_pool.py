@@ -68,7 +68,8 @@ class PagePool:
         return PageBlock(start, pieces)
 
     def shrink(self, nbytes: int) -> None:
-        """Unmap `nbytes` of what waits, or all there is."""
+        """Unmap `nbytes`, in whole pages, of what waits, or all there is."""
+        nbytes = pages.round_up(max(0, nbytes))
         self._break_up(nbytes)
         for piece in self._scraps.take_small(nbytes):
             self.nbytes -= piece.nbytes

@@ -72,8 +72,14 @@ def take(nbytes: int) -> int:
 
 
 def release(address: int, nbytes: int) -> None:
-    """Unmap whatever is there."""
-    _libc.munmap(address, nbytes)
+    """Unmap whatever is there.
+
+    Raises:
+        OSError: the range is not one of whole pages, or it is a part of a mapping and the process
+            has too many of them.
+    """
+    if _libc.munmap(address, nbytes):
+        raise _error(f"unmapping {nbytes} bytes")
 
 
 def move(source: int, target: int, nbytes: int, *, keep_source: bool = True) -> None:

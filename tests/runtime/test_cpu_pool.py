@@ -10,7 +10,7 @@ import torch
 
 from teraplan.runtime import pages, process_memory
 from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.page_pool import _move
+from teraplan.runtime.page_pool import PageBlock, PagePool, _move
 from teraplan.runtime.page_scraps import PageScraps, Piece
 from teraplan.runtime.pages import HUGE_PAGE_BYTES, use_huge_pages
 from teraplan.units import MIB
@@ -68,6 +68,17 @@ def test_shrinking_gives_memory_back_to_the_system() -> None:
     assert pool.shrink(80 * MIB) == 80 * MIB
     assert pool.waiting_bytes == 48 * MIB
     assert before - process_memory.resident_bytes() >= 56 * MIB
+
+
+def test_what_is_unmapped_is_whole_pages() -> None:
+    pool = PagePool()
+    pool.give(PageBlock.whole(pages.take(MIB), MIB))
+    pool.shrink(1000)
+    assert pool.nbytes == MIB - pages.PAGE_BYTES
+    pool.shrink(MIB)
+    assert pool.nbytes == 0
+    with pytest.raises(OSError, match="unmapping 1000 bytes"):
+        pages.release(1000, 1000)
 
 
 def test_blocks_outlive_their_pool_and_then_go() -> None:
