@@ -242,7 +242,7 @@ def test_what_users_do_between_steps() -> None:
             net(*net.batch(100))
             net.train()
 
-    check(training(adamw, between=between), budget=4 << 20)
+    check(training(adamw, between=between), budget=7 << 19)
 
 
 def test_checkpoints_and_copies() -> None:

@@ -70,7 +70,7 @@ def printed(code: str) -> int:
 
 
 def test_temporaries_of_updates_leave_nothing_behind() -> None:
-    """On the heap they were never reused: it grew by each, 640 MiB in all."""
+    """On the heap their places were never reused: it grew with every update."""
     assert printed(TEMPORARIES) < 24 * MIB
 
 
