@@ -63,7 +63,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
-        return f"teraplan-{__version__}-partitioner-3-{'state' if self.moves_state else 'saved'}"
+        return f"teraplan-{__version__}-partitioner-4-{'state' if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:
