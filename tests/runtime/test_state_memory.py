@@ -75,8 +75,8 @@ def test_temporaries_of_updates_leave_nothing_behind() -> None:
 
 
 def test_the_first_update_has_room_for_the_state_that_it_makes() -> None:
-    """The limit, two temporaries, and what user code may touch of what is away."""
-    assert printed(FIRST_UPDATE) < (96 + 8 + 8) * MIB
+    """The limit, two temporaries, threads and small objects: 109 MiB, and 125 without that room."""
+    assert printed(FIRST_UPDATE) < (96 + 8 + 13) * MIB
 
 
 TRAINING = """
