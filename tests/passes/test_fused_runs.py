@@ -13,10 +13,6 @@ from tests.passes.instrumented import instrumented
 WIDTH = 256
 
 
-def _targets(graph: fx.Graph) -> list[object]:
-    return [node.target for node in graph.nodes if node.op == "call_function"]
-
-
 def _norm_between_products(x: Tensor, a: Tensor, b: Tensor, weight: Tensor) -> Tensor:
     y = torch.nn.functional.layer_norm(x @ a, (WIDTH,), weight)
     return ((torch.nn.functional.gelu(y) * 2 + 1) @ b).sum()
