@@ -15,7 +15,7 @@ demo: $(STAMP)  ## train a small GPT with unlimited and with little memory, and 
 	@$(BIN)/python -m bench.demo
 
 test: $(STAMP)  ## the quick tests; needs no GPU (a minute)
-	@$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	@$(BIN)/python -m pytest -q --durations=10 -m "not slow and not gpu and not exhaustive"
 
 test-all: $(STAMP)  ## every test that this machine can run
 	@$(BIN)/python -m pytest -q
