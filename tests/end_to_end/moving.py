@@ -15,6 +15,7 @@ from teraplan.runtime.state.training_state import TrainingState
 from tests.end_to_end.training import MLP, Program, Run, assert_same, run, sessions
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Between = Callable[[MLP, torch.optim.Optimizer, int], None]
 WIDTH, DEPTH, ROWS, STEPS = 192, 6, 128, 6
 BUDGET = 3 << 20
 """Of 0.84 MiB of parameters with as many gradients and up to twice as much optimizer state, a
@@ -124,3 +125,37 @@ def training(
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def weight(net: MLP, layer: int) -> Tensor:
+    found = net.layers[layer].weight
+    assert isinstance(found, Tensor)
+    return found
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    found = [p.grad for p in net.parameters()]
+    return [g for g in found if g is not None]
+
+
+def looping(
+    step_of: Callable[[MLP, torch.optim.Optimizer, int], Tensor],
+    make_model: Callable[[], MLP] = model,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+) -> Callable[[Run], None]:
+    """A loop whose steps are the user's own, and end with `zero_grad`."""
+
+    def program(this: Run) -> None:
+        net = make_model()
+        this.compile(net)
+        optimizer = make_optimizer(net.parameters())
+        for step in range(STEPS):
+            loss = step_of(net, optimizer, step)
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    return program

@@ -1,0 +1,195 @@
+"""What users do between steps with a model and an optimizer whose state moves."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.end_to_end.moving import (
+    DEPTH,
+    ROWS,
+    STEPS,
+    WIDTH,
+    adamw,
+    check,
+    looping,
+    model,
+    run_moving,
+    states,
+    training,
+    weight,
+)
+from tests.end_to_end.training import MLP, Run
+
+# -- code between steps ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_averaged_models() -> None:
+    """`torch.optim.swa_utils` makes a copy of the model and averages into it."""
+    averages: list[Tensor] = []
+
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        average = torch.optim.swa_utils.AveragedModel(
+            net,
+            multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5),  # type: ignore[no-untyped-call]
+        )
+        for step in range(STEPS):
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            average.update_parameters(net)
+            with torch.no_grad():
+                averages.append(average(*net.batch(50)))
+            this.record(loss, net, others=[*states(optimizer), *average.parameters()])
+            optimizer.zero_grad()
+
+    check(program, budget=5 << 20)
+    assert len(set(map(float, averages))) == STEPS
+
+
+class Decoder(MLP):
+    """Predicts its own next input from a few rows; generating is calling it again and again."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x if targets is None else (x - targets).square().mean()
+
+
+@pytest.mark.slow
+def test_evaluation_and_generation_between_steps() -> None:
+    generated: list[Tensor] = []
+
+    def step(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+        (x,) = net.batch(step)
+        loss: Tensor = net(x, x.roll(1))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            net(x, x.roll(2))
+        with torch.inference_mode():
+            token = x[:2]
+            for _ in range(3):
+                token = net(token)
+        generated.append(token.clone())
+        net.train()
+        return loss
+
+    check(looping(step, make_model=lambda: Decoder(width=WIDTH, depth=DEPTH, rows=ROWS)))
+    for with_it, without_it in zip(generated[STEPS:], generated[:STEPS], strict=True):
+        assert torch.equal(with_it, without_it)
+
+
+@pytest.mark.slow
+def test_printing_everything() -> None:
+    texts: list[str] = []
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        names = [f"{name} {p}" for name, p in net.named_parameters()]
+        texts.append("\n".join([repr(net), *names, repr(dict(optimizer.state)), str(optimizer)]))
+
+    check(training(adamw, between=between))
+    assert texts[:STEPS] == texts[STEPS:]
+    assert "Parameter containing" in texts[0]
+
+
+@pytest.mark.slow
+def test_copies_of_model_and_optimizer_go_their_own_way() -> None:
+    """A deep copy of both trains by itself, and the original knows nothing of it."""
+    losses: list[list[float]] = []
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step != 1:
+            return
+        losses.append([])
+        twin, its = copy.deepcopy((net, optimizer))
+        assert [id(p) for p in twin.parameters()] == [id(p) for p in its.param_groups[0]["params"]]
+        for mine, other in zip(states(optimizer), states(its), strict=True):
+            assert torch.equal(mine, other)
+        for _ in range(2):
+            loss = twin(*twin.batch(step))
+            torch.autograd.backward(loss)
+            its.step()
+            its.zero_grad()
+            losses[-1].append(loss.item())
+
+    check(training(adamw, between=between), least=True)
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[-1]
+
+
+@pytest.mark.slow
+def test_a_whole_model_saved() -> None:
+    saved: list[bytes] = []
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step != 2:
+            return
+        buffer = io.BytesIO()
+        torch.save((net, optimizer), buffer)
+        saved.append(buffer.getvalue())
+        buffer.seek(0)
+        twin, its = torch.load(buffer, weights_only=False)
+        for mine, other in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine, other)
+        for one, two in zip(states(optimizer), states(its), strict=True):
+            assert torch.equal(one, two)
+
+    check(training(adamw, between=between))
+    assert saved[0] == saved[1], "the same bytes as without moving"
+
+
+@pytest.mark.slow
+def test_memory_that_others_take_over() -> None:
+    """`share_memory()` gives parameters memory that other processes have, too: they stay there."""
+
+    def between(net: MLP, _: torch.optim.Optimizer, step: int) -> None:
+        if step == 1:
+            net.layers[0].share_memory()
+        if step > 1:
+            assert weight(net, 0).is_shared()  # type: ignore[no-untyped-call]
+
+    check(training(adamw, between=between))
+
+
+@pytest.mark.slow
+def test_resizing_the_memory_of_what_moves_is_an_error_of_torch() -> None:
+    def between(net: MLP, _: torch.optim.Optimizer, step: int) -> None:
+        with pytest.raises(RuntimeError, match="not resizable"):
+            weight(net, 0).untyped_storage().resize_(0)
+
+    run_moving(training(adamw, between=between))
+
+
+@pytest.mark.slow
+def test_generation_before_the_first_step() -> None:
+    """Parameters that are taken in under inference mode are trained all the same."""
+
+    def program(this: Run) -> None:
+        net = Decoder(width=WIDTH, depth=DEPTH, rows=ROWS)
+        this.compile(net)
+        (x,) = net.batch(0)
+        with torch.inference_mode():
+            net(x)
+        for p in net.parameters():  # is taken in when a graph that has seen it is followed by one
+            p.data = p.data.clone()
+        with torch.inference_mode():
+            net(x)
+            net(x)
+        assert not any(p.is_inference() for p in net.parameters())
+        optimizer = adamw(net.parameters())
+        for step in range(STEPS):
+            loss = net(x, x.roll(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    check(program)

@@ -1,0 +1,154 @@
+"""Parameters that share, get and lose their memory while the training state moves."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import teraplan
+from teraplan.errors import FallbackRefusedError
+from tests.end_to_end.moving import (
+    DEPTH,
+    ROWS,
+    STEPS,
+    WIDTH,
+    adamw,
+    check,
+    looping,
+    model,
+    run_moving,
+    states,
+    training,
+    weight,
+)
+from tests.end_to_end.training import MLP, Run
+
+
+def tied_by_memory() -> MLP:
+    net = model()
+    weight(net, -1).data = weight(net, 0).data
+    return net
+
+
+def test_parameters_that_share_their_memory_stay_and_are_reported() -> None:
+    """Two Parameter objects over one memory: both are updated, each by its own gradient."""
+    check(training(adamw, make_model=tied_by_memory))
+    fallbacks = teraplan.status().fallbacks
+    assert any("a parameter (192x192, 144.00 KiB) stays in memory" in text for text in fallbacks)
+    with pytest.raises(FallbackRefusedError, match=r"a parameter \(192x192.* stays in memory"):
+        run_moving(training(adamw, make_model=tied_by_memory), strict=True)
+
+
+@pytest.mark.slow
+def test_a_view_from_before_the_first_step_stays_one() -> None:
+    kept: list[Tensor] = []
+
+    def make_model() -> MLP:
+        net = model()
+        kept[:] = [net.state_dict()["layers.2.weight"]]
+        return net
+
+    def between(net: MLP, _: torch.optim.Optimizer, step: int) -> None:
+        assert torch.equal(kept[0], weight(net, 2))
+
+    check(training(adamw, make_model=make_model, between=between))
+
+
+# -- parameters that come, go and change -----------------------------------------------------------
+
+
+class Growing(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.slow
+def test_parameters_added_and_removed_between_steps() -> None:
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 1:
+            torch.manual_seed(9)
+            layer = nn.Linear(WIDTH, WIDTH)
+            net.layers.append(layer)
+            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-3})
+        if step == 3:
+            for p in net.layers[0].parameters():
+                optimizer.state.pop(p)
+                optimizer.param_groups[0]["params"] = [
+                    q for q in optimizer.param_groups[0]["params"] if q is not p
+                ]
+            del net.layers[0]
+
+    make = lambda: Growing(width=WIDTH, depth=DEPTH, rows=ROWS)  # noqa: E731
+    check(training(adamw, make_model=make, between=between), least=True)
+
+
+@pytest.mark.slow
+def test_parameters_frozen_and_thawed_between_steps() -> None:
+    def between(net: MLP, _: torch.optim.Optimizer, step: int) -> None:
+        net.layers[step % 3].requires_grad_(step % 2 == 1)
+        net.layers[4].requires_grad_(step > 2)
+
+    check(training(adamw, between=between))
+
+
+@pytest.mark.slow
+def test_other_memory_for_parameters() -> None:
+    """Weights swapped by `.data`, as averaging does, and from a flat vector: they move again."""
+
+    def between(net: MLP, _: torch.optim.Optimizer, step: int) -> None:
+        if step == 0:
+            for p in net.parameters():
+                p.data = p.data * 0.5
+        if step == 1:
+            vector = nn.utils.parameters_to_vector(net.parameters())
+            nn.utils.vector_to_parameters(vector * 2, net.parameters())
+        if step == 2:
+            for p in net.parameters():
+                p.data = p.data.clone()
+
+    state = check(training(adamw, between=between))
+    parameters = [b for b in state.arena.blocks.values() if b.label.startswith("parameter")]
+    assert len(parameters) == DEPTH
+
+
+@pytest.mark.slow
+def test_new_parameters_in_the_old_ones_places() -> None:
+    """`load_state_dict(assign=True)` and an optimizer for what is there then."""
+
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        for _ in range(2):
+            optimizer = adamw(net.parameters())
+            for step in range(STEPS // 2):
+                loss = net(*net.batch(step))
+                torch.autograd.backward(loss)
+                optimizer.step()
+                this.record(loss, net, others=states(optimizer))
+                optimizer.zero_grad()
+            weights = {name: value.clone() for name, value in net.state_dict().items()}
+            net.load_state_dict(weights, assign=True)
+
+    check(program)
+
+
+@pytest.mark.slow
+def test_another_type_between_steps() -> None:
+    """`model.double()` gives every parameter other memory."""
+
+    def step(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+        if step == 3:
+            net.double()
+        batch = net.batch(step)[0].to(next(net.parameters()).dtype)
+        loss: Tensor = net(batch)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        return loss
+
+    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    check(looping(step, make_optimizer=make_optimizer), budget=7 << 18)
