@@ -17,6 +17,7 @@ import torch
 from torch._C._dynamo import guards
 
 from teraplan.runtime.page_pool import PageBlock, PagePool
+from teraplan.runtime.pages import HUGE_PAGE_BYTES
 
 MIN_BLOCK_BYTES = 256 << 10
 """Smaller tensors are left to the heap."""
@@ -56,7 +57,6 @@ class CpuPool:
 
     def __init__(self) -> None:
         self._waiting = PagePool()
-        self._addresses: set[int] = set()
         self._lock = threading.RLock()
         self.in_use_bytes = 0
         self._most_bytes = 0
@@ -87,15 +87,10 @@ class CpuPool:
         """An uninitialized CPU tensor of `nbytes` bytes, aligned to a page."""
         return torch.frombuffer(self._lease(nbytes), dtype=torch.uint8, count=nbytes)
 
-    def owns(self, address: int) -> bool:
-        """True if a tensor that starts at `address` has its memory from here."""
-        return address in self._addresses
-
     def give_back(self, block: PageBlock) -> None:
         """A block's tensor is gone. Called by the tensor's memory itself."""
         with self._lock:
             self.in_use_bytes -= block.nbytes
-            self._addresses.discard(block.address)
             self._waiting.give(block)
 
     def trim(self) -> None:
@@ -130,14 +125,13 @@ class CpuPool:
             if block is None:
                 beyond = self.in_use_bytes + self.waiting_bytes - self._most_bytes
                 block = self._new_block(nbytes, beyond - self.slack_bytes)
-            self._addresses.add(block.address)
             return _Lease.of(block, self)
 
     def _new_block(self, nbytes: int, beyond_bytes: int) -> PageBlock:
         """A block from `beyond_bytes` of what waits; what it does not need of that is unmapped."""
         self._unmap(beyond_bytes - nbytes)
         before = self._waiting.nbytes
-        block = self._waiting.make(nbytes, min(nbytes, _aligned(beyond_bytes)))
+        block = self._waiting.make(nbytes, _reused(nbytes, beyond_bytes))
         fresh_bytes = nbytes - (before - self._waiting.nbytes)
         if fresh_bytes:
             self.slack_bytes = max(0, self.slack_bytes - fresh_bytes)
@@ -145,6 +139,15 @@ class CpuPool:
 
     def _unmap(self, nbytes: int) -> None:
         self._waiting.shrink(_aligned(nbytes))
+
+
+def _reused(nbytes: int, beyond_bytes: int) -> int:
+    """Bytes of a new block that come out of what waits: whole huge pages, where the block has any.
+
+    Else the seam between them and fresh memory would take a huge page from both.
+    """
+    unit = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else _ALIGNMENT
+    return min(nbytes, max(0, -(-beyond_bytes // unit) * unit))
 
 
 def _aligned(nbytes: int) -> int:

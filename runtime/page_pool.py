@@ -68,10 +68,10 @@ class PagePool:
         return PageBlock(start, pieces)
 
     def shrink(self, nbytes: int) -> None:
-        """Unmap `nbytes`, in whole pages, of what waits, or all there is."""
+        """Unmap at least `nbytes` of what waits, or all there is; huge pages go as a whole."""
         nbytes = pages.round_up(max(0, nbytes))
         self._break_up(nbytes)
-        for piece in self._scraps.take_small(nbytes):
+        for piece in self._scraps.take_least(nbytes):
             self.nbytes -= piece.nbytes
             pages.release(piece.address, piece.nbytes)
 

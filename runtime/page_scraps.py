@@ -44,12 +44,21 @@ class PageScraps:
     def take(self, nbytes: int) -> list[Piece]:
         """Pieces of `nbytes`, or all there are; those that keep their huge pages come first."""
         huge = _take(self._huge, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-        rest = self.take_small(nbytes - _total(huge))
+        rest = self._take_anywhere(nbytes - _total(huge))
         self.nbytes -= _total(huge)
         return huge + rest
 
-    def take_small(self, nbytes: int) -> list[Piece]:
-        """The same, for memory that may as well lose its huge pages."""
+    def take_least(self, nbytes: int) -> list[Piece]:
+        """Pieces of at least `nbytes`, or all there are: small ones, then whole huge pages."""
+        pieces = _take(self._small, nbytes)
+        missing = nbytes - _total(pieces)
+        if missing > 0:
+            pieces += _take(self._huge, -(-missing // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
+        self.nbytes -= _total(pieces)
+        return pieces
+
+    def _take_anywhere(self, nbytes: int) -> list[Piece]:
+        """The same, for memory that is too small for huge pages."""
         pieces = _take(self._small, nbytes)
         missing = nbytes - _total(pieces)
         if missing > 0 and self._huge:

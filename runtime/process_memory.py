@@ -54,13 +54,13 @@ mapped_file_bytes = _statm.mapped_file_bytes
 
 
 def heap_range() -> tuple[int, int]:
-    """Address and bytes of the heap that `malloc` grows; (0, 0) if there is none."""
+    """Address and bytes of the heap that `malloc` grows, all of its mappings; (0, 0) if none."""
     with _MAPS.open() as lines:
-        for line in lines:
-            if line.endswith("[heap]\n"):
-                start, end = (int(address, 16) for address in line.split()[0].split("-"))
-                return start, end - start
-    return 0, 0
+        ranges = [line.split()[0].split("-") for line in lines if line.endswith("[heap]\n")]
+    if not ranges:
+        return 0, 0
+    start, end = int(ranges[0][0], 16), int(ranges[-1][1], 16)
+    return start, end - start
 
 
 def peak_bytes() -> int:

@@ -11,7 +11,7 @@ from teraplan.runtime.feedback import learn
 from teraplan.runtime.session import Session
 from tests.end_to_end.training import MLP, Run, run, sessions, training
 
-IDLE_NS = 1_000_000_000
+IDLE_NS = 500_000_000
 
 
 def _after_training(check: Callable[[Session], None]) -> None:

@@ -65,6 +65,7 @@ def test_moves_no_more_than_twice_the_least(trace: StepTrace, part: float) -> No
         assert (moved_bytes(plan) == 0) == (least == 0)
 
 
+@pytest.mark.slow
 @quick
 @given(trace=traces(), hardware=machines(), part=st.floats(0, 1), host=st.integers(0, 200))
 def test_bound_holds_where_host_memory_is_short(
@@ -133,6 +134,7 @@ def test_near_the_bound_and_ahead_of_the_baseline(part: float, speed: float) -> 
     assert ours <= make_plan(trace, hardware, limit, "teraio").prediction.step_ns
 
 
+@pytest.mark.slow
 def test_more_bandwidth_is_not_slower() -> None:
     trace = gpt_trace(6, micro_batches=2)
     for part in (0.05, 0.3, 0.6):

@@ -136,6 +136,7 @@ def test_a_time_limit_gives_a_plan_in_time() -> None:
     assert problem.pressure().any()
 
 
+@pytest.mark.slow
 @quick
 @given(
     trace=traces(),

@@ -61,6 +61,15 @@ def test_slack_lets_blocks_wait_beside_new_ones() -> None:
     del held
 
 
+def test_a_seam_between_waiting_and_fresh_memory_cuts_no_huge_page() -> None:
+    pool = CpuPool()
+    _floats(pool, 64 * MIB, 1.0)
+    pool.slack_bytes = 3 * MIB
+    tensor = _floats(pool, 10 * MIB, 2.0)  # 7 MiB of it have to come out of what waits
+    assert pool.waiting_bytes == 56 * MIB
+    assert bool((tensor == 2.0).all())
+
+
 def test_shrinking_gives_memory_back_to_the_system() -> None:
     pool = CpuPool()
     _floats(pool, 128 * MIB, 1.0)
@@ -116,12 +125,16 @@ def test_mapping_too_much_is_an_error_with_the_size() -> None:
 def test_scraps_keep_huge_pages_whole_while_they_can() -> None:
     scraps = PageScraps()
     scraps.add(Piece(HUGE_PAGE_BYTES - MIB, MIB + 2 * HUGE_PAGE_BYTES))
-    assert scraps.take_small(MIB) == [Piece(HUGE_PAGE_BYTES - MIB, MIB)]
+    assert scraps.take_least(MIB) == [Piece(HUGE_PAGE_BYTES - MIB, MIB)]
     taken = scraps.take(HUGE_PAGE_BYTES + MIB)
     assert taken[0].nbytes == HUGE_PAGE_BYTES
     assert taken[0].address % HUGE_PAGE_BYTES == 0
     assert sum(piece.nbytes for piece in taken) == HUGE_PAGE_BYTES + MIB
     assert scraps.nbytes == HUGE_PAGE_BYTES - MIB
+    scraps.add(Piece(4 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES))
+    least = scraps.take_least(HUGE_PAGE_BYTES)
+    assert [piece.nbytes for piece in least] == [HUGE_PAGE_BYTES - MIB, HUGE_PAGE_BYTES]
+    assert scraps.nbytes == HUGE_PAGE_BYTES
 
 
 def test_state_comes_to_lie_on_huge_pages() -> None:
