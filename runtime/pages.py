@@ -133,6 +133,12 @@ def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
             _libc.madvise(start, nbytes, _COLLAPSE)
 
 
+def use_small_pages(address: int, nbytes: int) -> None:
+    """Let what is touched there for the first time get no more than the page that it is on."""
+    start = address // PAGE_BYTES * PAGE_BYTES
+    _libc.madvise(start, nbytes, mmap.MADV_NOHUGEPAGE)
+
+
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """(start, end) of ranges joined over gaps of less than a page."""
     merged: list[tuple[int, int]] = []
