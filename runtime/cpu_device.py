@@ -14,7 +14,7 @@ from teraplan.errors import StorageFullError
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import Direction, TransferRecord
 from teraplan.runtime import census, process_memory
-from teraplan.runtime.cpu_pool import MIN_BLOCK_BYTES, CpuPool
+from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.device import Arrival, Beside, Copy, Device
 from teraplan.runtime.inductor_memory import take_memory_from
 from teraplan.runtime.malloc import Malloc
@@ -38,7 +38,8 @@ _SITES_BETWEEN_TRIMS, _SITES_BETWEEN_URGENT_TRIMS = 256, 32
 class _StorageCopy(Copy):
     tier = Tier.STORAGE
 
-    def __init__(self, device: "CpuDevice", record: Record, label: str) -> None:
+    def __init__(self, device: "CpuDevice", record: Record, label: str, *, pooled: bool) -> None:
+        self.pooled = pooled
         self._left = False
         self.nbytes = record.nbytes
         self.record = record
@@ -60,7 +61,7 @@ class _StorageCopy(Copy):
 class _StorageArrival(Arrival):
     def __init__(self, copy: _StorageCopy, device: "CpuDevice", *, urgent: bool) -> None:
         record = copy.record
-        if record.nbytes >= MIN_BLOCK_BYTES:  # not on the heap: its holes would not fit
+        if copy.pooled:  # the pool's memory begins at a page, as that of the tensor did
             landing = device.pool.empty_bytes(record.nbytes + record.address_remainder)
         else:
             landing = torch.empty(record.nbytes + record.alignment, dtype=torch.uint8)
@@ -227,8 +228,9 @@ class CpuDevice(Device):
         storage = tensor.untyped_storage()
         if tier is Tier.HOST:
             return self._copy_to_host(storage, label)
-        record = self.storage.put(storage.data_ptr(), storage.nbytes(), owner=storage, label=label)
-        return _StorageCopy(self, record, label)
+        address = storage.data_ptr()
+        record = self.storage.put(address, storage.nbytes(), owner=storage, label=label)
+        return _StorageCopy(self, record, label, pooled=self.pool.owns(address))
 
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
         if isinstance(copy, _HostCopy):

@@ -57,6 +57,7 @@ class CpuPool:
 
     def __init__(self) -> None:
         self._waiting = PagePool()
+        self._addresses: set[int] = set()
         self._lock = threading.RLock()
         self.in_use_bytes = 0
         self._most_bytes = 0
@@ -87,10 +88,15 @@ class CpuPool:
         """An uninitialized CPU tensor of `nbytes` bytes, aligned to a page."""
         return torch.frombuffer(self._lease(nbytes), dtype=torch.uint8, count=nbytes)
 
+    def owns(self, address: int) -> bool:
+        """True if a tensor that starts at `address` has its memory from here."""
+        return address in self._addresses
+
     def give_back(self, block: PageBlock) -> None:
         """A block's tensor is gone. Called by the tensor's memory itself."""
         with self._lock:
             self.in_use_bytes -= block.nbytes
+            self._addresses.discard(block.address)
             self._waiting.give(block)
 
     def trim(self) -> None:
@@ -125,6 +131,7 @@ class CpuPool:
             if block is None:
                 beyond = self.in_use_bytes + self.waiting_bytes - self._most_bytes
                 block = self._new_block(nbytes, beyond - self.slack_bytes)
+            self._addresses.add(block.address)
             return _Lease.of(block, self)
 
     def _new_block(self, nbytes: int, beyond_bytes: int) -> PageBlock:

@@ -67,7 +67,7 @@ def check(
     state = moving()
     arena = state.arena
     seen = f"{arena.read_bytes} read of {arena.total_bytes}, {arena.limit_bytes} allowed"
-    assert arena.read_bytes > arena.total_bytes, f"nothing had to come back: {seen}"
+    assert arena.read_bytes > arena.total_bytes // 2, f"little had to come back: {seen}"
     if not least:
         assert arena.overrun_bytes == 0
         device_budget = limited.options["device_budget"]
