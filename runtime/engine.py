@@ -233,11 +233,11 @@ class Engine:
             saved_version=x._version,
             saved_by=call,
         )
+        self.recorder.add_tensor(saved, tuple(x.shape), str(x.dtype)[6:], described.layer)
         self._of_step.append(saved)
         self._by_storage[storage._cdata] = saved
         if movable:
             self.mover.add(saved)
-        self.recorder.add_tensor(saved, tuple(x.shape), str(x.dtype)[6:], described.layer)
         return saved
 
     def _holds(self, saved: Saved, x: torch.Tensor, call: int) -> bool:

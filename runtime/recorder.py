@@ -84,7 +84,8 @@ class StepRecorder:
 
     def add_tensor(self, saved: Saved, shape: tuple[int, ...], dtype: str, layer: str) -> None:
         """A storage is saved for the first time in this step; numbered in order."""
-        assert saved.order == len(self.tensors), f"{saved.name} is numbered {saved.order}"
+        assert saved.order <= len(self.tensors), f"{saved.name} is numbered {saved.order}"
+        del self.tensors[saved.order :]  # an interrupt came before the engine had it, too
         self.tensors.append(
             TensorInfo(name=saved.name, nbytes=saved.nbytes, shape=shape, dtype=dtype, layer=layer)
         )
