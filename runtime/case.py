@@ -44,8 +44,6 @@ class Case:
     calibrated: bool = False
     """True once predicted and actual times have been compared."""
     corrections: int = 0
-    unchecked_runs: int = 0
-    """Planned steps since peak and budget were compared."""
     attempts: int = 0
     runs: list[RunRecord] = field(default_factory=list[RunRecord])
     runs_of: Schedule | None = None

@@ -17,7 +17,7 @@ import torch
 from torch._C._dynamo import guards
 
 from teraplan.runtime.page_pool import PageBlock, PagePool
-from teraplan.runtime.pages import HUGE_PAGE_BYTES
+from teraplan.runtime.pages import HUGE_PAGE_BYTES, round_up
 
 MIN_BLOCK_BYTES = 256 << 10
 """Smaller tensors are left to the heap."""
@@ -154,8 +154,8 @@ def _reused(nbytes: int, beyond_bytes: int) -> int:
     Else the seam between them and fresh memory would take a huge page from both.
     """
     unit = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else _ALIGNMENT
-    return min(nbytes, max(0, -(-beyond_bytes // unit) * unit))
+    return min(nbytes, max(0, round_up(beyond_bytes, unit)))
 
 
 def _aligned(nbytes: int) -> int:
-    return max(0, -(-nbytes // _ALIGNMENT) * _ALIGNMENT)
+    return max(0, round_up(nbytes, _ALIGNMENT))

@@ -7,7 +7,8 @@ runs in the opposite order and needs it last.
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -91,7 +92,7 @@ class Engine:
 
     def enter(self, table: GraphTable) -> int:
         """A forward graph begins; returns the number of its call."""
-        with self:
+        with self._at_work():
             self._call += 1
             self._act(self._arrive((SiteKind.ENTER, table.graph, self._call, False, None)))
             self._leave()
@@ -99,14 +100,14 @@ class Engine:
 
     def enter_backward(self, token: torch.Tensor, table: GraphTable) -> None:
         """The backward of a forward graph begins."""
-        with self:
+        with self._at_work():
             call = self._view(token).call
             self._act(self._arrive((SiteKind.ENTER, table.graph, call, True, None)))
             self._leave()
 
     def save(self, x: torch.Tensor, table: GraphTable, call: int, slot: int) -> torch.Tensor:
         """`x` has had its last use in the forward; returns the token that stands for it."""
-        with self:
+        with self._at_work():
             storage = x.untyped_storage()
             saved = self._by_storage.get(storage._cdata)
             if saved is None or not self._holds(saved, x, call):
@@ -124,7 +125,7 @@ class Engine:
         self, token: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """The tensor that `token` stands for, on the device."""
-        with self:
+        with self._at_work():
             view = self._view(token)
             saved = view.saved
             number = self._number_of(saved)
@@ -142,7 +143,7 @@ class Engine:
 
     def done(self, token: torch.Tensor) -> None:
         """The tensor that `token` stands for has had its last use."""
-        with self:
+        with self._at_work():
             key = key_of(token)
             view = self._view(token)
             view.saved.in_use -= 1
@@ -152,12 +153,14 @@ class Engine:
             self._act(site)
             self._leave()
 
-    def __enter__(self) -> None:
-        """Within this, nothing else changes what is saved."""
-        self._lock.acquire()
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Within this, nothing else changes what is saved.
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        A generator, since an interrupt right after the lock was taken ends it, and frees the lock.
+        """
+        with self._lock:
+            yield
         self._forget_released()
 
     def drop_all(self) -> None:

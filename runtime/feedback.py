@@ -23,8 +23,6 @@ _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
 """Of what the process took beyond its budget, so much is held back. It is faster to move more than
 to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
-_CHECKED_AFTER = 1
-"""Planned steps after which the peak is compared with the budget."""
 _CALIBRATED_AFTER = 4
 """Steps under one plan after which predicted and actual times are compared."""
 
@@ -55,11 +53,8 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     """
     if plans.replayed is not None:
         return _NOTHING
-    case.unchecked_runs += 1
-    if case.unchecked_runs == _CHECKED_AFTER:
-        case.unchecked_runs = 0
-        if peak_bytes > budget_bytes and case.corrections < _MAX_CORRECTIONS:
-            return _hold_back(case, plans, peak_bytes, budget_bytes)
+    if peak_bytes > budget_bytes and case.corrections < _MAX_CORRECTIONS:
+        return _hold_back(case, plans, peak_bytes, budget_bytes)
     if len(case.runs) == _CALIBRATED_AFTER and not case.calibrated and case.calibrate():
         return _with_actual_times(case, plans)
     return _NOTHING

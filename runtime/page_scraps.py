@@ -7,7 +7,7 @@ moves to an address of another alignment loses them.
 
 from typing import NamedTuple
 
-from teraplan.runtime.pages import HUGE_PAGE_BYTES
+from teraplan.runtime.pages import HUGE_PAGE_BYTES, round_up
 
 
 class Piece(NamedTuple):
@@ -30,7 +30,7 @@ class PageScraps:
         """Keep a piece."""
         self.nbytes += piece.nbytes
         end = piece.address + piece.nbytes
-        first = -(-piece.address // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        first = round_up(piece.address, HUGE_PAGE_BYTES)
         last = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if last <= first:
             self._small.append(piece)
@@ -44,27 +44,20 @@ class PageScraps:
     def take(self, nbytes: int) -> list[Piece]:
         """Pieces of `nbytes`, or all there are; those that keep their huge pages come first."""
         huge = _take(self._huge, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-        rest = self._take_anywhere(nbytes - _total(huge))
         self.nbytes -= _total(huge)
+        rest = self.take_least(nbytes - _total(huge))
+        surplus_bytes = _total(huge) + _total(rest) - nbytes
+        if surplus_bytes > 0:  # less than a huge page: that one is cut
+            last = rest.pop()
+            self._small.append(Piece(last.address, surplus_bytes))
+            self.nbytes += surplus_bytes
+            rest.append(Piece(last.address + surplus_bytes, last.nbytes - surplus_bytes))
         return huge + rest
 
     def take_least(self, nbytes: int) -> list[Piece]:
         """Pieces of at least `nbytes`, or all there are: small ones, then whole huge pages."""
         pieces = _take(self._small, nbytes)
-        missing = nbytes - _total(pieces)
-        if missing > 0:
-            pieces += _take(self._huge, -(-missing // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)
-        self.nbytes -= _total(pieces)
-        return pieces
-
-    def _take_anywhere(self, nbytes: int) -> list[Piece]:
-        """The same, for memory that is too small for huge pages."""
-        pieces = _take(self._small, nbytes)
-        missing = nbytes - _total(pieces)
-        if missing > 0 and self._huge:
-            whole = -(-missing // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-            self._small.extend(_take(self._huge, whole))
-            pieces += _take(self._small, missing)
+        pieces += _take(self._huge, round_up(nbytes - _total(pieces), HUGE_PAGE_BYTES))
         self.nbytes -= _total(pieces)
         return pieces
 

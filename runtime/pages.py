@@ -47,9 +47,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
-def round_up(nbytes: int) -> int:
-    """`nbytes` in whole pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+def round_up(nbytes: int, unit_bytes: int = PAGE_BYTES) -> int:
+    """The least multiple of `unit_bytes` that is no less than `nbytes`, a size or an address."""
+    return -(-nbytes // unit_bytes) * unit_bytes
 
 
 def take(nbytes: int) -> int:
@@ -63,7 +63,7 @@ def take(nbytes: int) -> int:
     if nbytes < HUGE_PAGE_BYTES:
         return _map(None, nbytes, _ANONYMOUS, -1, 0)
     start = _map(None, nbytes + HUGE_PAGE_BYTES, _ANONYMOUS, -1, 0)
-    address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    address = round_up(start, HUGE_PAGE_BYTES)
     if address > start:
         release(start, address - start)
     release(address + nbytes, start + HUGE_PAGE_BYTES - address)
@@ -126,7 +126,7 @@ def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
     6.1), or has no huge page free, leaves the memory as it is.
     """
     for start, end in _merged(ranges):
-        start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        start = round_up(start, HUGE_PAGE_BYTES)
         nbytes = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - start
         if nbytes > 0:
             _libc.madvise(start, nbytes, mmap.MADV_HUGEPAGE)
@@ -134,9 +134,11 @@ def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def use_small_pages(address: int, nbytes: int) -> None:
-    """Let what is touched there for the first time get no more than the page that it is on."""
-    start = address // PAGE_BYTES * PAGE_BYTES
-    _libc.madvise(start, nbytes, mmap.MADV_NOHUGEPAGE)
+    """Let what is touched there for the first time get no more than the page that it is on.
+
+    `address` is the first of a page.
+    """
+    _libc.madvise(address, nbytes, mmap.MADV_NOHUGEPAGE)
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

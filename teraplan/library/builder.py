@@ -11,7 +11,7 @@ gradient lives from its first accumulation in the step to the update.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import final
 
@@ -146,15 +146,7 @@ class StepBuilder:
             for i, entry in ((i, self._entries[i]) for i in used)
         )
         sites = tuple(
-            Site(
-                kind=site.kind,
-                graph=site.graph,
-                call=site.call,
-                backward=site.backward,
-                tensor_id=None if site.tensor_id is None else number[site.tensor_id],
-                duration_ns=site.duration_ns,
-                workspace_bytes=site.workspace_bytes,
-            )
+            replace(site, tensor_id=None if site.tensor_id is None else number[site.tensor_id])
             for site in self._sites
         )
         sizes = ",".join(str(tensor.nbytes) for tensor in tensors)

@@ -24,7 +24,7 @@ from teraplan.lifetimes import Floats, Ints
 from teraplan.memory_curve import device_curve
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
-from teraplan.step_trace import Site, StepTrace, Tensor
+from teraplan.step_trace import StepTrace, Tensor
 
 _LARGEST_PART = 100
 """A group has at most this part of the bytes that a plan can place freely."""
@@ -155,15 +155,7 @@ def _coarse_trace(problem: Problem, cuts: Ints) -> tuple[StepTrace, tuple[tuple[
 
     def with_workspace(workspace: Ints) -> StepTrace:
         sites = tuple(
-            Site(
-                kind=site.kind,
-                graph=site.graph,
-                call=site.call,
-                backward=site.backward,
-                tensor_id=None,
-                duration_ns=ns,
-                workspace_bytes=nbytes,
-            )
+            replace(site, tensor_id=None, duration_ns=ns, workspace_bytes=nbytes)
             for site, ns, nbytes in zip(first_sites, slot_ns, workspace.tolist(), strict=True)
         )
         return replace(trace, sites=sites, tensors=tuple(tensors))

@@ -113,6 +113,6 @@ def test_gpt(tiers: str) -> None:
 def test_convnet(tiers: str) -> None:
     config = convnet.ConvNetConfig(num_stages=2, blocks_per_stage=1, image_size=16)
     program = training(
-        lambda: convnet.build(config), lambda step: convnet.batch(config, 8, step), steps=6
+        lambda: convnet.build(config), lambda step: convnet.batch(config, 64, step), steps=6
     )
     compare(program, tiers)

@@ -184,7 +184,10 @@ def test_lbfgs_is_refused_by_name() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Clipping, lambda p: SharedStep(p, lr=0.1)])
-def test_detached_optimizers_may_do_what_they_like(make: Optimizers) -> None:
+def test_detached_optimizers_may_do_what_they_like(
+    make: Optimizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little_for_state(monkeypatch, 0.05)
     check(training(lambda p: teraplan.detach(make(p))), least=True)
 
 
