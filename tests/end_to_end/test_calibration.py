@@ -4,6 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from teraplan.run_record import RunRecord
@@ -49,6 +50,7 @@ def test_predictions_follow_what_planned_steps_take() -> None:
     _after_training(check)
 
 
+@pytest.mark.slow
 def test_what_users_do_between_steps_is_no_part_of_a_step() -> None:
     def program(this: Run) -> None:
         net = MLP()

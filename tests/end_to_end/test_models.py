@@ -18,6 +18,7 @@ BUDGETS = 0.7, 0.5, 0.3
 STEPS = 20
 
 
+@pytest.mark.slow
 def test_plain_mlp_saves_its_own_input() -> None:
     check(training(MLP, MLP().batch), 0.3)
 

@@ -58,6 +58,7 @@ class _Blocks(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_repeated_blocks_share_one_graph() -> None:
     def program(this: Run) -> None:
         torch.manual_seed(1)

@@ -31,6 +31,7 @@ def tied_by_memory() -> MLP:
     return net
 
 
+@pytest.mark.slow
 def test_parameters_that_share_their_memory_stay_and_are_reported() -> None:
     """Two Parameter objects over one memory: both are updated, each by its own gradient."""
     check(training(adamw, make_model=tied_by_memory))

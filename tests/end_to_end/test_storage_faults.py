@@ -73,6 +73,7 @@ def test_one_failed_write_changes_no_bit_and_is_told(reference: Reference) -> No
     assert "EIO: Input/output error" in told
 
 
+@pytest.mark.slow
 def test_host_memory_takes_what_storage_cannot(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,11 +38,16 @@ OPTIMIZERS: dict[str, Optimizers] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("AdamW", "SGD momentum")
+NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_optimizers(name: str) -> None:
     check(training(OPTIMIZERS[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulation(set_to_none: bool) -> None:
     check(training(adamw, accumulate=4, set_to_none=set_to_none))
@@ -52,6 +57,7 @@ def test_clipping_as_torch_does_it() -> None:
     check(training(adamw, clip=1e-3))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_written_once() -> None:
     def make_model() -> MLP:
         net = model()
@@ -115,6 +121,7 @@ def test_a_module_that_cannot_set_its_parameters_is_named() -> None:
         teraplan.materialize(net)
 
 
+@pytest.mark.slow
 def test_several_storage_directories(disk: Path) -> None:
     """Tensors go to both files, and are shown from both."""
 
@@ -149,6 +156,7 @@ def test_tied_weights() -> None:
     check(training(adamw, make_model=Tied))
 
 
+@pytest.mark.slow
 def test_groups_and_a_scheduler() -> None:
     def program(this: Run) -> None:
         net = model()
@@ -169,6 +177,7 @@ def test_groups_and_a_scheduler() -> None:
     check(program)
 
 
+@pytest.mark.slow
 def test_closure_is_called_once() -> None:
     def program(this: Run) -> None:
         net = model()
@@ -222,6 +231,7 @@ def test_hooks_of_the_user_see_a_whole_optimizer() -> None:
     check(program)
 
 
+@pytest.mark.slow
 def test_what_users_do_between_steps() -> None:
     """An average of the weights, weights swapped in place, a step by hand, evaluation."""
     averages: list[Tensor] = []

@@ -19,6 +19,7 @@ def test_the_status_shows_what_was_written_and_the_share_of_the_endurance() -> N
     assert "endurance used by this run" in str(limited.statuses[-1])
 
 
+@pytest.mark.slow
 def test_a_plan_writes_no_more_per_day_than_it_may() -> None:
     best = unlimited(PROGRAM)
     free = tight(PROGRAM, best, 0.5, host_budget="1GiB")
@@ -32,6 +33,7 @@ def test_a_plan_writes_no_more_per_day_than_it_may() -> None:
     assert _planned_writes(allowed) == 0
 
 
+@pytest.mark.slow
 def test_too_few_writes_for_any_plan_is_an_error_that_says_so() -> None:
     limited = tight(PROGRAM, unlimited(PROGRAM), 0.5)
     budget = limited.options["device_budget"]

@@ -31,6 +31,7 @@ def moved_bytes(plan: Plan) -> int:
     return sum(plan.trace.tensors[m.tensor_id].nbytes for m in plan.migrations)
 
 
+@pytest.mark.slow
 @quick
 @given(trace=traces(), hardware=machines())
 def test_least_budget_is_exact(trace: StepTrace, hardware: Hardware) -> None:

@@ -74,6 +74,7 @@ def test_temporaries_of_updates_leave_nothing_behind() -> None:
     assert printed(TEMPORARIES) < 24 * MIB
 
 
+@pytest.mark.slow
 def test_the_first_update_has_room_for_the_state_that_it_makes() -> None:
     """The limit, two temporaries, threads and small objects: 109 MiB, and 125 without that room."""
     assert printed(FIRST_UPDATE) < (96 + 8 + 13) * MIB
