@@ -9,7 +9,7 @@ import torch
 
 from teraplan.check_plan import require_valid
 from teraplan.config import Config
-from teraplan.errors import InfeasibleBudgetError, InvalidPlanError
+from teraplan.errors import InfeasibleBudgetError, InvalidPlanError, UnsupportedError
 from teraplan.graph_table import GraphTable
 from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.memory_curve import device_curve
@@ -37,6 +37,7 @@ class PlanMaker:
     Raises:
         FileFormatError: (constructor) the plan file to replay is none, or not valid.
         ConfigError: (constructor) there is no such policy.
+        UnsupportedError: (constructor) the plan has updates on the host's cores.
     """
 
     def __init__(self, config: Config, device: Device, reports: ReportFiles) -> None:
@@ -53,6 +54,7 @@ class PlanMaker:
                 require_valid(self.replayed)
             except InvalidPlanError as error:
                 raise InvalidPlanError(f"{config.plan}: {error}") from None
+            _require_updates_here(self.replayed, config.plan)
         planner_named(config.policy)  # an unknown one is told at once, not after measuring
 
     def require_known(self, table: GraphTable) -> None:
@@ -174,3 +176,12 @@ class PlanMaker:
                 storage_bytes=machine.storage_capacity_bytes,
             )
         return case.budgets
+
+
+def _require_updates_here(plan: Plan, path: str) -> None:
+    if plan.host_updates:
+        raise UnsupportedError(
+            f"{path}: {len(plan.host_updates)} updates run on the host's cores in this plan; plans "
+            "can be made and simulated so, but the optimizer's step here runs where its parameters "
+            "are. Plan again for a machine without host_cores"
+        )

@@ -23,6 +23,8 @@ import numpy.typing as npt
 from teraplan.hardware import Hardware, Link, Tier
 from teraplan.lifetimes import Lifetimes
 from teraplan.memory_curve import Curve, sum_ranges
+from teraplan.placed_step import held_bytes, work_bytes
+from teraplan.step_trace import TensorKind
 
 
 def step_bound_ns(
@@ -71,6 +73,42 @@ def step_bound_ns(
     total += float(at[-1] - at[reached])
     repeated = least_read_bytes(periods, pressure) * 1e9 / back
     return max(ideal_ns, int(max(total, repeated, crowded)))
+
+
+def split_bound_ns(periods: Lifetimes, hardware: Hardware, pressure: Curve) -> int:
+    """A time in ns that no valid plan can beat where updates may run on the host's cores, too.
+
+    Neither the device nor the cores can do their part in less. Taken in parts, the updates that
+    take the device longest for their time on the host are the best to take (a fractional
+    knapsack); the step is no shorter than where both take as long. And what is over the budget is
+    read back in the step, but for what the cores take over: in a step of T they take over
+    T * most_per_ns bytes at most.
+    """
+    trace, cores = periods.trace, hardware.host_cores
+    assert cores is not None, "updates can run on the host"
+    speed = min(cores.update_bytes_per_s, cores.memory_bytes_per_s)
+    at = periods.site_ns.tolist()
+    jobs = [
+        (at[update.end] - at[update.start], work_bytes(trace, update) * 1e9 / speed)
+        for update in trace.updates
+    ]
+    held = [held_bytes(trace, update) for update in trace.updates]
+    most_per_ns = max(
+        (nbytes / ns if ns else np.inf for nbytes, (_, ns) in zip(held, jobs, strict=True)),
+        default=0.0,
+    )
+    links = list(links_of(hardware).values())
+    port = [hardware.device_port] if hardware.device_port is not None else links
+    back = min(_fastest(links)[1], _fastest(port)[1]) * 1e-9 if links else np.inf
+    read_ns = float(pressure.max(initial=0)) / (back + most_per_ns)
+    device_ns, host_ns = float(trace.duration_ns), 0.0
+    for own_ns, there_ns in sorted(jobs, key=lambda job: job[1] / max(job[0], 1)):
+        if host_ns + there_ns >= device_ns - own_ns:
+            part = (device_ns - host_ns) / max(own_ns + there_ns, 1.0)
+            device_ns -= min(part, 1.0) * own_ns
+            break
+        device_ns, host_ns = device_ns - own_ns, host_ns + there_ns
+    return int(max(device_ns, read_ns))
 
 
 def links_of(hardware: Hardware) -> dict[Tier, Link]:
@@ -138,7 +176,8 @@ def _newborn(periods: Lifetimes, pressure: Curve) -> tuple[Curve, Curve]:
 
 def _lasting(periods: Lifetimes) -> npt.NDArray[np.bool_]:
     tensors = periods.trace.tensors
-    return np.array([tensors[i].persistent for i in periods.tensor_ids.tolist()], dtype=bool)
+    lasting = [t.persistent or t.kind is TensorKind.PARAMETER for t in tensors]
+    return np.array([lasting[i] for i in periods.tensor_ids.tolist()], dtype=bool)
 
 
 def _bytes_of(periods: Lifetimes, among: npt.NDArray[np.bool_]) -> Curve:

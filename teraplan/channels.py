@@ -3,6 +3,9 @@
 Each transfer takes its link's latency and then its bytes at the speed of its direction, which is
 lower while a transfer runs in the other direction. Where the device has a port that all links
 share, its speed is divided among the transfers of one direction in proportion to their own speeds.
+The host's cores are one slot more: what they update in host memory is a transfer of theirs, and
+where host memory carries less than they and the host link would move, all of it is as much slower.
+A transfer can wait for another one to end before it is queued.
 Times are nanoseconds as floats, so that many short transfers add no rounding; the caller rounds
 when it reports.
 
@@ -15,12 +18,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import final
 
-from teraplan.hardware import Link, Tier
+from teraplan.hardware import HostCores, Link, Tier
 from teraplan.run_record import Direction
 
 Slot = int
-"""Two for each tier: out is even, back is odd."""
+"""Two for each tier: out is even, back is odd; the last is that of the host's cores."""
 _IDLE = -1
+NOTHING = -1
+"""The number of no transfer."""
 
 
 def slots_of(tiers: Mapping[Tier, Link]) -> dict[tuple[Tier, Direction], Slot]:
@@ -32,8 +37,28 @@ def slots_of(tiers: Mapping[Tier, Link]) -> dict[tuple[Tier, Direction], Slot]:
     }
 
 
-def speeds(links: Mapping[Tier, Link], port: Link | None) -> list[list[float]]:
+def speeds(
+    links: Mapping[Tier, Link], port: Link | None, cores: HostCores | None = None
+) -> list[list[float]]:
     """Bytes per ns of each slot, by the set of busy slots (bit s is set where slot s is busy)."""
+    without = _link_speeds(links, port)
+    if cores is None:
+        return without
+    of_host = [
+        slot for (tier, _), slot in slots_of(links).items() if tier is Tier.HOST
+    ]  # the slot of the cores is the last, so its bit is the highest
+    result = [[*row, cores.update_bytes_per_s * 1e-9] for row in without]
+    for busy, row in enumerate(without):
+        moving = [slot for slot in of_host if busy >> slot & 1]
+        own = cores.update_bytes_per_s * 1e-9
+        total = own + sum(row[slot] for slot in moving)
+        part = min(1.0, cores.memory_bytes_per_s * 1e-9 / total)
+        shared = [speed * part if slot in moving else speed for slot, speed in enumerate(row)]
+        result.append([*shared, own * part])
+    return result
+
+
+def _link_speeds(links: Mapping[Tier, Link], port: Link | None) -> list[list[float]]:
     result: list[list[float]] = []
     for busy in itertools.product((False, True), repeat=2 * len(links)):
         row: list[float] = []
@@ -67,23 +92,29 @@ class Channels:
     """All links of a machine. Calls must come in order of time."""
 
     __slots__ = (
+        "_after",
         "_begin",
         "_busy",
         "_end_at",
+        "_followers",
         "_latency",
         "_queues",
         "_running",
         "_speeds",
+        "_urgent",
         "end",
         "nbytes",
         "slot",
         "start",
     )
 
-    def __init__(self, links: Mapping[Tier, Link], port: Link | None) -> None:
-        num_slots = 2 * len(links)
-        self._speeds = speeds(links, port)
+    def __init__(
+        self, links: Mapping[Tier, Link], port: Link | None, cores: HostCores | None = None
+    ) -> None:
+        num_slots = 2 * len(links) + (cores is not None)
+        self._speeds = speeds(links, port, cores)
         self._latency = [float(link.latency_ns) for link in links.values() for _ in range(2)]
+        self._latency += [0.0] if cores is not None else []
         self._queues: list[deque[int]] = [deque() for _ in range(num_slots)]
         self._running = [_IDLE] * num_slots
         self._begin = [0.0] * num_slots
@@ -91,6 +122,11 @@ class Channels:
         self._end_at = [math.inf] * num_slots
         """When the running transfer ends at the present speeds."""
         self._busy = 0
+        self._after: dict[int, int] = {}
+        """What each transfer that is not queued yet waits for."""
+        self._followers: dict[int, list[int]] = {}
+        self._urgent: set[int] = set()
+        """Of those, what goes to the front of its queue."""
         self.slot: list[Slot] = []
         self.nbytes: list[int] = []
         self.start: list[float] = []
@@ -98,8 +134,11 @@ class Channels:
         self.end: list[float] = []
         """When each transfer ends; negative until it has."""
 
-    def submit(self, slot: Slot, nbytes: int, now: float) -> int:
-        """Queues a transfer at time `now`; it starts at once if its slot is idle."""
+    def submit(self, slot: Slot, nbytes: int, now: float, after: int = NOTHING) -> int:
+        """Queues a transfer at time `now`; it starts at once if its slot is idle.
+
+        One that comes `after` another is queued when that has ended.
+        """
         if self._busy:
             self._advance(now)
         number = len(self.slot)
@@ -107,12 +146,22 @@ class Channels:
         self.nbytes.append(nbytes)
         self.start.append(-1.0)
         self.end.append(-1.0)
+        if after != NOTHING and self.end[after] < 0.0:
+            self._after[number] = after
+            self._followers.setdefault(after, []).append(number)
+        else:
+            self._enqueue(number, now)
+        return number
+
+    def _enqueue(self, number: int, now: float) -> None:
+        slot = self.slot[number]
         if self._running[slot] == _IDLE:
             self._begin_transfer(slot, number, now)
             self._set_busy(self._busy | 1 << slot, now)
+        elif number in self._urgent:
+            self._queues[slot].appendleft(number)
         else:
             self._queues[slot].append(number)
-        return number
 
     def finish(self, number: int, now: float) -> float:
         """When a transfer ends, if the computation waits for it from `now` on.
@@ -123,14 +172,23 @@ class Channels:
         if end[number] >= 0.0:
             return end[number]
         self._advance(now)
-        if self.start[number] < 0.0:
-            queue = self._queues[self.slot[number]]
-            if queue[0] != number:
-                queue.remove(number)
-                queue.appendleft(number)
+        self._hurry(number)
         while end[number] < 0.0:
             self._next_end()
         return end[number]
+
+    def _hurry(self, number: int) -> None:
+        """Puts a transfer to the front of its queue, and first what it waits for."""
+        if self.start[number] >= 0.0:
+            return
+        if number in self._after:
+            self._urgent.add(number)
+            self._hurry(self._after[number])
+            return
+        queue = self._queues[self.slot[number]]
+        if queue[0] != number:
+            queue.remove(number)
+            queue.appendleft(number)
 
     def drain(self) -> None:
         """Runs everything that is queued to its end."""
@@ -145,13 +203,18 @@ class Channels:
         """Ends the running transfer that ends first, and starts the next of its slot."""
         now = min(self._end_at)
         slot = self._end_at.index(now)
-        self.end[self._running[slot]] = now
+        ended = self._running[slot]
+        self.end[ended] = now
         if self._queues[slot]:
             self._begin_transfer(slot, self._queues[slot].popleft(), now)
         else:
             self._running[slot] = _IDLE
             self._end_at[slot] = math.inf
             self._set_busy(self._busy & ~(1 << slot), now)
+        if ended in self._followers:
+            for number in self._followers.pop(ended):
+                del self._after[number]
+                self._enqueue(number, now)
 
     def _begin_transfer(self, slot: Slot, number: int, now: float) -> None:
         self._running[slot] = number

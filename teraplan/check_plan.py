@@ -6,50 +6,15 @@ A plan that passes never needs more memory than its budgets, whatever the speed 
 simulated times are only looked at for being possible.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator, Sequence
 
+from teraplan.check_updates import DeviceView, check_updates
 from teraplan.errors import InvalidPlanError
 from teraplan.hardware import Tier
 from teraplan.plan import Migration, Plan
-from teraplan.step_trace import StepTrace, Tensor, TensorKind
+from teraplan.step_trace import StepTrace, Tensor, TensorKind, wrong_updates
 from teraplan.units import format_nbytes
-
-
-class ViolationKind(StrEnum):
-    """What can be wrong with a plan."""
-
-    TRACE = "trace"
-    """The trace itself contradicts itself."""
-    TENSOR = "tensor"
-    """A migration of a tensor that does not exist."""
-    ORDER = "order"
-    """Not leave <= gone < back <= needed."""
-    PERIOD = "period"
-    """The tensor would be away while it is touched, or before or after its life."""
-    OVERLAP = "overlap"
-    """Two migrations of one tensor in one idle period."""
-    CLEAN = "clean"
-    """The tier holds no unmodified copy."""
-    TIER = "tier"
-    """The machine has no such tier, or it is the device."""
-    DEVICE_BUDGET = "device_budget"
-    HOST_BUDGET = "host_budget"
-    STORAGE_BUDGET = "storage_budget"
-    PREDICTION = "prediction"
-    """A predicted number is not what follows from the plan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
-    """One thing that is wrong with a plan."""
-
-    kind: ViolationKind
-    message: str
-    migration: int | None = None
-    """Index into the plan's migrations."""
-    site: int | None = None
+from teraplan.violations import Violation, ViolationKind
 
 
 def require_valid(plan: Plan) -> None:
@@ -73,12 +38,16 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
     violations = list(_check_trace(plan.trace))
     if violations:
         return tuple(violations)
-    violations += _check_migrations(plan)
+    violations += check_updates(plan)
+    if violations:
+        return tuple(violations)
+    view = DeviceView.of(plan)
+    violations += _check_migrations(plan, view)
     if violations:  # what follows would only repeat them in harder words
         return tuple(violations)
-    violations += _check_clean(plan)
-    violations += _check_memory(plan)
-    violations += _check_times(plan)
+    violations += _check_clean(plan, view)
+    violations += _check_memory(plan, view)
+    violations += _check_times(plan, view)
     return tuple(violations)
 
 
@@ -98,9 +67,11 @@ def _check_trace(trace: StepTrace) -> Iterator[Violation]:
         if not tensor.windows or tensor.nbytes < 0:
             message = f"{tensor.name} has no window or a negative size"
             yield Violation(kind=ViolationKind.TRACE, message=message)
+    for number, why in wrong_updates(trace):
+        yield Violation(kind=ViolationKind.TRACE, message=f"update {number}: {why}")
 
 
-def _check_migrations(plan: Plan) -> Iterator[Violation]:
+def _check_migrations(plan: Plan, view: DeviceView) -> Iterator[Violation]:
     links = {Tier.HOST: plan.hardware.host_link, Tier.STORAGE: plan.hardware.storage_link}
     seen: dict[tuple[int, int], int] = {}
     for index, m in enumerate(plan.migrations):
@@ -111,7 +82,7 @@ def _check_migrations(plan: Plan) -> Iterator[Violation]:
         if not 0 <= m.tensor_id < len(plan.trace.tensors):
             yield wrong(ViolationKind.TENSOR, f"tensor {m.tensor_id} of {len(plan.trace.tensors)}")
             continue
-        tensor = plan.trace.tensors[m.tensor_id]
+        tensor = view.tensors[m.tensor_id]
         if links.get(m.tier) is None:
             yield wrong(ViolationKind.TIER, f"{tensor.name} moves to {m.tier}, which is not there")
         if not 0 <= m.leave <= m.gone < m.back <= m.needed:
@@ -122,7 +93,10 @@ def _check_migrations(plan: Plan) -> Iterator[Violation]:
             )
             continue
         period = _period(tensor, len(plan.trace.sites), m)
-        if period is None:
+        if m.tensor_id in view.absent:
+            message = f"{tensor.name} is never on the device: its update runs on the host"
+            yield wrong(ViolationKind.PERIOD, message)
+        elif period is None:
             yield wrong(
                 ViolationKind.PERIOD,
                 f"{tensor.name} is away from site {m.leave} to {m.needed}, "
@@ -153,12 +127,13 @@ def _period(tensor: Tensor, num_sites: int, m: Migration) -> int | None:
     return None
 
 
-def _check_clean(plan: Plan) -> Iterator[Violation]:
+def _check_clean(plan: Plan, view: DeviceView) -> Iterator[Violation]:
     """A copy may be relied on if the tensor was written to that tier before, and has not changed.
 
     From the migration backwards: before each idle period is the window of the same number. If the
     tensor changed there, older copies are worthless; if a migration in the period before it wrote
-    to the tier, that is the copy. The periods of a persistent tensor go round.
+    to the tier, that is the copy. The periods of a persistent tensor go round. Where the host
+    updates a parameter, it has what the device has.
     """
     num_sites = len(plan.trace.sites)
     writes: set[tuple[int, int, Tier]] = set()
@@ -166,15 +141,15 @@ def _check_clean(plan: Plan) -> Iterator[Violation]:
     for index, m in enumerate(plan.migrations):
         if m.leave == m.needed:
             continue
-        number = _period(plan.trace.tensors[m.tensor_id], num_sites, m)
-        if number is None:
+        number = _period(view.tensors[m.tensor_id], num_sites, m)
+        if number is None or (m.tier is Tier.HOST and m.tensor_id in view.updated):
             continue
         if m.clean:
             cleans.append((index, m, number))
         else:
             writes.add((m.tensor_id, number, m.tier))
     for index, m, number in cleans:
-        tensor = plan.trace.tensors[m.tensor_id]
+        tensor = view.tensors[m.tensor_id]
         changes = _changes(tensor)
         before, count = number, len(tensor.windows)
         found = False
@@ -224,32 +199,44 @@ def _running(levels: list[int]) -> list[int]:
     return result
 
 
-def _resident(plan: Plan, with_migrations: bool) -> list[int]:
-    """Bytes of listed tensors on the device in each interval."""
-    num_sites = len(plan.trace.sites)
+def _resident(num_sites: int, tensors: Sequence[Tensor]) -> list[int]:
+    """Differences of the bytes of listed tensors on the device if nothing moves."""
     levels = [0] * num_sites
-    for tensor in plan.trace.tensors:
+    for tensor in tensors:
         if tensor.persistent:
             _add(levels, 0, num_sites, tensor.nbytes)
         else:
             _add(levels, tensor.windows[0][0], tensor.windows[-1][1], tensor.nbytes)
-    if with_migrations:
-        for m in plan.migrations:
-            _add(levels, m.gone, m.back, -plan.trace.tensors[m.tensor_id].nbytes)
+    return levels
+
+
+def _managed(plan: Plan, view: DeviceView) -> list[int]:
+    """Bytes of listed tensors on the device in each interval."""
+    levels = _resident(len(plan.trace.sites), view.tensors)
+    for start, end, nbytes in view.moving:
+        _add(levels, start, end, nbytes)
+    for m in plan.migrations:
+        _add(levels, m.gone, m.back, -plan.trace.tensors[m.tensor_id].nbytes)
     return _running(levels)
 
 
-def _occupied(plan: Plan, tier: Tier) -> list[int]:
+def _occupied(plan: Plan, view: DeviceView, tier: Tier) -> list[int]:
     """Bytes in another tier in each interval; a copy stays while a clean migration relies on it.
 
     Two rounds over the step: a clean one early in the step relies on a copy of the step before.
     """
     num_sites = len(plan.trace.sites)
     levels = [0] * num_sites
+    if tier is Tier.HOST:
+        _add(levels, 0, num_sites, view.host_bytes)
     open_since: dict[int, tuple[int, int]] = {}
     first_round: set[int] = set()
     """Tensors whose open copy was written in the first round."""
-    here = sorted((m for m in plan.migrations if m.tier is tier), key=lambda m: m.leave)
+    held = view.updated if tier is Tier.HOST else frozenset[int]()
+    here = sorted(
+        (m for m in plan.migrations if m.tier is tier and m.tensor_id not in held),
+        key=lambda m: m.leave,
+    )
     for shift in (0, num_sites):
         for m in here:
             leave, needed = m.leave + shift, m.needed + shift
@@ -265,13 +252,17 @@ def _occupied(plan: Plan, tier: Tier) -> list[int]:
     return _running(levels)
 
 
-def _check_memory(plan: Plan) -> Iterator[Violation]:
+def _check_memory(plan: Plan, view: DeviceView) -> Iterator[Violation]:
     trace, budgets, hardware, said = plan.trace, plan.budgets, plan.hardware, plan.prediction
-    managed = _resident(plan, with_migrations=True)
+    managed = _managed(plan, view)
+    everything = _running(_resident(len(trace.sites), trace.tensors))
     fixed = [trace.state_bytes + site.workspace_bytes for site in trace.sites]
-    device = [a + b for a, b in zip(fixed, managed, strict=True)]
-    unlimited = [a + b for a, b in zip(fixed, _resident(plan, False), strict=True)]
-    host, storage = _occupied(plan, Tier.HOST), _occupied(plan, Tier.STORAGE)
+    unlimited = [a + b for a, b in zip(fixed, everything, strict=True)]
+    device = [
+        a + (trace.state_bytes if site in view.idle_sites else b)
+        for site, (a, b) in enumerate(zip(managed, fixed, strict=True))
+    ]
+    host, storage = (_occupied(plan, view, tier) for tier in (Tier.HOST, Tier.STORAGE))
     limits = (
         (ViolationKind.DEVICE_BUDGET, device, budgets.device_bytes, hardware.device_capacity_bytes),
         (ViolationKind.HOST_BUDGET, host, budgets.host_bytes, hardware.host_capacity_bytes),
@@ -313,12 +304,13 @@ def _compare(name: str, said: int, found: int) -> Iterator[Violation]:
         yield Violation(kind=ViolationKind.PREDICTION, message=message)
 
 
-def _check_times(plan: Plan) -> Iterator[Violation]:
-    said = plan.prediction
-    ideal_ns = sum(site.duration_ns for site in plan.trace.sites)
+def _check_times(plan: Plan, view: DeviceView) -> Iterator[Violation]:
+    said, sites = plan.prediction, plan.trace.sites
+    ideal_ns = sum(site.duration_ns for site in sites)
     yield from _compare("ideal_ns", said.ideal_ns, ideal_ns)
-    if said.step_ns < ideal_ns:
-        message = f"step_ns is {said.step_ns}, less than the step without waits, {ideal_ns}"
+    least_ns = ideal_ns - sum(sites[k].duration_ns for k in view.idle_sites)
+    if said.step_ns < least_ns:
+        message = f"step_ns is {said.step_ns}, less than the step without waits, {least_ns}"
         yield Violation(kind=ViolationKind.PREDICTION, message=message)
     if said.bound_ns > said.step_ns:
         message = f"step_ns is {said.step_ns}, less than its lower bound, {said.bound_ns}"
@@ -327,5 +319,7 @@ def _check_times(plan: Plan) -> Iterator[Violation]:
         moved = [m for m in plan.migrations if m.tier is tier]
         sizes = [plan.trace.tensors[m.tensor_id].nbytes for m in moved]
         written = sum(n for m, n in zip(moved, sizes, strict=True) if not m.clean)
-        yield from _compare(f"out_bytes of {tier}", said.out_bytes.get(tier, 0), written)
-        yield from _compare(f"back_bytes of {tier}", said.back_bytes.get(tier, 0), sum(sizes))
+        gradients, parameters = view.traffic if tier is Tier.HOST else (0, 0)
+        out, back = written + gradients, sum(sizes) + parameters
+        yield from _compare(f"out_bytes of {tier}", said.out_bytes.get(tier, 0), out)
+        yield from _compare(f"back_bytes of {tier}", said.back_bytes.get(tier, 0), back)

@@ -26,6 +26,17 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostCores:
+    """How fast the host's cores update parameters."""
+
+    update_bytes_per_s: int
+    """Bytes of gradients, parameters and state that an update reads and writes there in a second
+    (`Update.work_bytes`)."""
+    memory_bytes_per_s: int
+    """What host memory carries: updates and copies over the host link share it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """The machine as planning sees it."""
 
@@ -39,6 +50,8 @@ class Hardware:
     device_port: Link | None = None
     """What all traffic of the device has to share, e.g. its PCIe slot; None: the links do not
     disturb each other. Its latency counts nothing."""
+    host_cores: HostCores | None = None
+    """None: updates run on the device alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

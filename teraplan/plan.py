@@ -37,6 +37,29 @@ class Migration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostUpdate:
+    """One update of the step that the host's cores do, with its state in host memory for ever.
+
+        flush            gone                  back              needed
+          | gradients      |                     | parameters      |  first use in the next step
+          | going out      |   host computes ... | coming in       |
+
+    At site `flush` its gradients start to the host, at `gone` the runtime waits for that, and their
+    bytes are free. The host begins when they are there and the step is at `Update.ready`. The
+    parameters take no bytes of the device from their last use on until `back`; the copy in starts
+    there or when the host is done. At `needed` the runtime waits for it.
+    """
+
+    update: int
+    """Index into `StepTrace.updates`."""
+    flush: int
+    gone: int
+    back: int
+    needed: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the simulator says of a plan."""
 
@@ -74,3 +97,5 @@ class Plan:
     trace: StepTrace
     migrations: tuple[Migration, ...]
     prediction: Prediction
+    host_updates: tuple[HostUpdate, ...] = ()
+    """All other updates run on the device."""

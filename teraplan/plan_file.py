@@ -13,20 +13,30 @@ from dataclasses import fields
 from pathlib import Path
 
 from teraplan.errors import PlanMismatchError
-from teraplan.hardware import Budgets, Hardware, Link, Tier
+from teraplan.hardware import Budgets, Hardware, HostCores, Link, Tier
 from teraplan.json_files import Node, load_object, write_object
-from teraplan.plan import Migration, Plan, Prediction
-from teraplan.step_trace import Fingerprint
+from teraplan.plan import HostUpdate, Migration, Plan, Prediction
+from teraplan.step_trace import Fingerprint, StepTrace
 from teraplan.trace_file import decode_trace, encode_trace
 
 SCHEMA = "teraplan.plan"
 # 1 (2026-11): first version.
 # 2 (2026-11): `hardware.device_port`, `prediction.bound_ns`, version 2 of traces; what version 1
 #   lacks is null, 0 and not known.
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+# 3 (2026-11): `host_updates`, `hardware.host_cores`, version 3 of traces; before, all updates were
+#   on the device.
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 
-_PLAN_FIELDS = ("policy", "budgets", "hardware", "trace", "migrations", "prediction")
+PLAN_FIELDS = (
+    "policy",
+    "budgets",
+    "hardware",
+    "trace",
+    "migrations",
+    "host_updates",
+    "prediction",
+)
 _MIGRATION_FIELDS = ("tensor", "leave", "gone", "back", "needed", "tier", "clean", "reason")
 _BUDGET_FIELDS = ("device_bytes", "host_bytes", "storage_bytes")
 _HARDWARE_FIELDS = (
@@ -37,7 +47,10 @@ _HARDWARE_FIELDS = (
     "host_link",
     "storage_link",
     "device_port",
+    "host_cores",
 )
+_UPDATE_SITES = ("update", "flush", "gone", "back", "needed")
+_CORES_FIELDS = tuple(field.name for field in fields(HostCores))
 _LINK_FIELDS = tuple(field.name for field in fields(Link))
 _PREDICTION_INTS = (
     "step_ns",
@@ -63,7 +76,7 @@ def read_plan(path: Path) -> Plan:
         FileFormatError: if the file is not such a file; names the field.
     """
     root = load_object(path, SCHEMA, READABLE_VERSIONS)
-    return decode_plan(root.only(("schema", "schema_version", *_PLAN_FIELDS)))
+    return decode_plan(root.only(("schema", "schema_version", *PLAN_FIELDS)))
 
 
 def require_same_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
@@ -111,6 +124,10 @@ def encode_plan(plan: Plan) -> dict[str, object]:
             }
             for m in plan.migrations
         ],
+        "host_updates": [
+            {name: getattr(h, name) for name in (*_UPDATE_SITES, "reason")}
+            for h in plan.host_updates
+        ],
         "prediction": {name: getattr(prediction, name) for name in _PREDICTION_INTS}
         | {
             "bound_ns": prediction.bound_ns,
@@ -136,7 +153,21 @@ def decode_plan(node: Node) -> Plan:
             _decode_migration(item, ids, limit) for item in node.get("migrations").items()
         ),
         prediction=_decode_prediction(node.get("prediction"), ids),
+        host_updates=tuple(
+            _decode_host_update(item, trace, limit) for item in node.get("host_updates").items()
+        )
+        if node.has("host_updates")
+        else (),
     )
+
+
+def _decode_host_update(node: Node, trace: StepTrace, limit: int) -> HostUpdate:
+    node.only((*_UPDATE_SITES, "reason"))
+    update = node.get("update").integer()
+    if update >= len(trace.updates):
+        raise node.get("update").fail(f"is {update}; the trace has {len(trace.updates)} updates")
+    sites = {name: node.get(name).integer(limit) for name in _UPDATE_SITES[1:]}
+    return HostUpdate(update=update, reason=node.get("reason").text(), **sites)
 
 
 def encode_hardware(hardware: Hardware) -> dict[str, object]:
@@ -153,6 +184,9 @@ def encode_hardware(hardware: Hardware) -> dict[str, object]:
         "host_link": link(hardware.host_link),
         "storage_link": link(hardware.storage_link),
         "device_port": link(hardware.device_port),
+        "host_cores": None
+        if hardware.host_cores is None
+        else {name: getattr(hardware.host_cores, name) for name in _CORES_FIELDS},
     }
 
 
@@ -167,18 +201,29 @@ def decode_hardware(node: Node) -> Hardware:
         host_link=_decode_link(node.get("host_link")),
         storage_link=_decode_link(node.get("storage_link")),
         device_port=_decode_link(node.get("device_port")) if node.has("device_port") else None,
+        host_cores=_decode_cores(node.get("host_cores")) if node.has("host_cores") else None,
     )
 
 
 def _decode_link(node: Node) -> Link | None:
+    values = _decode_speeds(node, _LINK_FIELDS)
+    return None if values is None else Link(**values)
+
+
+def _decode_cores(node: Node) -> HostCores | None:
+    values = _decode_speeds(node, _CORES_FIELDS)
+    return None if values is None else HostCores(**values)
+
+
+def _decode_speeds(node: Node, names: tuple[str, ...]) -> dict[str, int] | None:
     if node.is_null():
         return None
-    node.only(_LINK_FIELDS)
-    values = {name: node.get(name).integer() for name in _LINK_FIELDS}
+    node.only(names)
+    values = {name: node.get(name).integer() for name in names}
     for name, value in values.items():
         if value == 0 and name != "latency_ns":
-            raise node.get(name).fail("is 0 bytes per second; write null for a link that is absent")
-    return Link(**values)
+            raise node.get(name).fail("is 0 bytes per second; write null for what is absent")
+    return values
 
 
 def _decode_tier(node: Node) -> Tier:

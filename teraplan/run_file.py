@@ -1,6 +1,6 @@
 """RunRecords <-> JSON: a plan and what happened in the steps that ran under it.
 
-    {"schema": "teraplan.runs", "schema_version": 2, "plan": {...}, "runs": [{"step": 7, ...}, ...]}
+    {"schema": "teraplan.runs", "schema_version": 3, "plan": {...}, "runs": [{"step": 7, ...}, ...]}
 
 One step per line. Transfers and stalls are rows of columns in the order of the classes' fields.
 """
@@ -11,16 +11,16 @@ from pathlib import Path
 from teraplan.hardware import Tier
 from teraplan.json_files import Node, load_object, write_object
 from teraplan.plan import Plan
-from teraplan.plan_file import decode_plan, encode_plan
+from teraplan.plan_file import PLAN_FIELDS, decode_plan, encode_plan
 from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecord
 
 SCHEMA = "teraplan.runs"
 # 1 (2026-11): first version.
 # 2 (2026-11): version 2 of plans.
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+# 3 (2026-11): version 3 of plans.
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 
-_PLAN_FIELDS = ("policy", "budgets", "hardware", "trace", "migrations", "prediction")
 _INTS = ("step", "duration_ns", "device_peak_bytes", "managed_peak_bytes")
 _COLUMNS = ("site_start_ns", "managed_bytes")
 _RUN_FIELDS = (*_INTS, *_COLUMNS, "transfers", "stalls")
@@ -45,7 +45,7 @@ def read_runs(path: Path) -> tuple[Plan, tuple[RunRecord, ...]]:
     """
     root = load_object(path, SCHEMA, READABLE_VERSIONS)
     root.only(("schema", "schema_version", "plan", "runs"))
-    plan = decode_plan(root.get("plan").only(_PLAN_FIELDS))
+    plan = decode_plan(root.get("plan").only(PLAN_FIELDS))
     return plan, tuple(_decode_run(node) for node in root.get("runs").items())
 
 

@@ -19,6 +19,7 @@ Everything is measured on the code that trains. `state_bytes` is what lives on t
 the step beside the tensors listed here; `workspace_bytes` is what an interval needs on top of it.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,30 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One bucket of the optimizer's step, which could as well run on the host's cores.
+
+    On the device it is what runs in intervals start .. end-1, and all that does. Its tensors are
+    touched by nothing after it in the step, its states by nothing else, and its parameters change
+    in it alone.
+    """
+
+    start: int
+    end: int
+    ready: int
+    """The first site at which it may begin on the host: where gradients have to be clipped
+    together, after the last of them; else after those of the bucket."""
+    parameters: tuple[int, ...]
+    gradients: tuple[int, ...]
+    states: tuple[int, ...]
+
+    @property
+    def tensor_ids(self) -> tuple[int, ...]:
+        """All of its tensors."""
+        return (*self.parameters, *self.gradients, *self.states)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
     """What a plan depends on beside numbers: a plan is replayed only where all of it is equal."""
 
@@ -116,6 +141,8 @@ class StepTrace:
     state_bytes: int
     sites: tuple[Site, ...]
     tensors: tuple[Tensor, ...]
+    updates: tuple[Update, ...] = ()
+    """In the order in which they run; those of which it is known that they could run elsewhere."""
 
     @property
     def duration_ns(self) -> int:
@@ -137,3 +164,62 @@ class StepTrace:
                 start, end = windows[-1][1], windows[0][0] + num_sites
                 if end > start:
                     yield tensor_id, start, end
+
+
+def wrong_updates(trace: StepTrace) -> Iterator[tuple[int, str]]:
+    """Numbers of updates that are not what `Update` says, and why."""
+    tensors, num_sites = trace.tensors, len(trace.sites)
+    owner: dict[int, int] = {}
+    last = 0
+    for number, update in enumerate(trace.updates):
+        if not 0 <= update.ready <= update.start or not last <= update.start < update.end:
+            yield number, "its sites are not ready <= start < end, after those of the one before"
+            return
+        if update.end > num_sites:
+            yield number, f"it ends at site {update.end} of {num_sites}"
+            return
+        last = update.end
+        for tensor_id in update.tensor_ids:
+            if not 0 <= tensor_id < len(tensors):
+                yield number, f"tensor {tensor_id} of {len(tensors)}"
+                return
+            if owner.setdefault(tensor_id, number) != number:
+                yield number, f"{tensors[tensor_id].name} is in update {owner[tensor_id]}, too"
+        if len(set(update.tensor_ids)) < len(update.tensor_ids):
+            yield number, "it names a tensor twice"
+        if not update.parameters or not update.gradients:
+            yield number, "it has no parameters or no gradients"
+        yield from ((number, why) for why in _wrong_tensors(trace, update))
+    yield from _wrong_strangers(trace, owner)
+
+
+def _wrong_tensors(trace: StepTrace, update: Update) -> Iterator[str]:
+    for ids, persistent in ((update.parameters, True), (update.gradients, False)):
+        for tensor in (trace.tensors[i] for i in ids):
+            if tensor.persistent is not persistent:
+                yield f"{tensor.name} {'does not outlive' if persistent else 'outlives'} the step"
+            if not tensor.windows:
+                continue
+            if tensor.windows[0][0] >= update.start:
+                yield f"{tensor.name} is touched nowhere before it"
+            if not update.start < tensor.windows[-1][1] <= update.end:
+                yield f"{tensor.name} is not touched last in it"
+            if persistent and tensor.changes != (len(tensor.windows) - 1,):
+                yield f"{tensor.name} changes elsewhere, or not in it"
+    for tensor in (trace.tensors[i] for i in update.states):
+        inside = all(update.start <= start and end <= update.end for start, end in tensor.windows)
+        if not tensor.persistent or not inside:
+            yield f"{tensor.name} is touched elsewhere, or does not outlive the step"
+
+
+def _wrong_strangers(trace: StepTrace, owner: dict[int, int]) -> Iterator[tuple[int, str]]:
+    """Updates in whose intervals a tensor is touched that is not theirs."""
+    starts = [update.start for update in trace.updates]
+    for tensor_id, tensor in enumerate(trace.tensors if starts else ()):
+        for start, end in tensor.windows:
+            first = max(bisect.bisect_right(starts, start) - 1, 0)
+            for number in range(first, len(starts)):
+                if starts[number] >= end:
+                    break
+                if trace.updates[number].end > start and owner.get(tensor_id) != number:
+                    yield number, f"{tensor.name} is touched in it"

@@ -1,30 +1,43 @@
 """StepTrace <-> JSON.
 
-    {"schema": "teraplan.trace", "schema_version": 2, "trace": {
+    {"schema": "teraplan.trace", "schema_version": 3, "trace": {
         "fingerprint": {...}, "state_bytes": n,
         "graph_names": ["g0", ...],
         "sites": {"kind": "esnd...", "backward": "fffb...",     one letter per site
                   "graph": [...], "call": [...],                 graph: index into graph_names
                   "tensor": [...],                               1 + tensor id, 0 for none
                   "duration_ns": [...], "workspace_bytes": [...]},
-        "tensors": [{"name": ..., "windows": [[2, 2], [5, 6]], ...}, ...]}}
+        "tensors": [{"name": ..., "windows": [[2, 2], [5, 6]], ...}, ...],
+        "updates": [{"start": 5, "end": 6, "ready": 5, "parameters": ["w"], ...}, ...]}}
 
 Sites are columns because there may be 250 000 of them; tensors are one object per line.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 from teraplan.errors import FileFormatError
 from teraplan.json_files import Node, load_object, write_object
-from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
+from teraplan.step_trace import (
+    Fingerprint,
+    Site,
+    SiteKind,
+    StepTrace,
+    Tensor,
+    TensorKind,
+    Update,
+    wrong_updates,
+)
 
 SCHEMA = "teraplan.trace"
 # 1 (2026-11): first version.
 # 2 (2026-11): tensors have `changed_in`; in version 1 it is not known.
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+# 3 (2026-11): `updates`; older versions have none.
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 
 _LETTERS = {SiteKind.ENTER: "e", SiteKind.SAVE: "s", SiteKind.NEED: "n", SiteKind.DONE: "d"}
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
@@ -48,6 +61,8 @@ _TENSOR_FIELDS = (
     "persistent",
     "changed_in",
 )
+_UPDATE_SITES = ("start", "end", "ready")
+_UPDATE_TENSORS = ("parameters", "gradients", "states")
 _FINGERPRINT_FIELDS = ("graphs", "shapes", "torch_version", "kernels", "device")
 
 
@@ -108,6 +123,14 @@ def encode_trace(trace: StepTrace) -> dict[str, object]:
             }
             for tensor in trace.tensors
         ],
+        "updates": [
+            {name: getattr(update, name) for name in _UPDATE_SITES}
+            | {
+                name: [trace.tensors[i].name for i in getattr(update, name)]
+                for name in _UPDATE_TENSORS
+            }
+            for update in trace.updates
+        ],
     }
 
 
@@ -123,7 +146,7 @@ def _encode_fingerprint(fingerprint: Fingerprint) -> dict[str, object]:
 
 def decode_trace(node: Node) -> StepTrace:
     """The trace that a JSON object encodes."""
-    node.only(("fingerprint", "state_bytes", "graph_names", "sites", "tensors"))
+    node.only(("fingerprint", "state_bytes", "graph_names", "sites", "tensors", "updates"))
     tensor_nodes = node.get("tensors").items()
     sites = _decode_sites(node, len(tensor_nodes))
     tensors = tuple(_decode_tensor(tensor, len(sites)) for tensor in tensor_nodes)
@@ -132,11 +155,38 @@ def decode_trace(node: Node) -> StepTrace:
         if tensor.name in names:
             raise tensor_node.get("name").fail(f'"{tensor.name}" names two tensors')
         names.add(tensor.name)
-    return StepTrace(
+    trace = StepTrace(
         fingerprint=_decode_fingerprint(node.get("fingerprint")),
         state_bytes=node.get("state_bytes").integer(),
         sites=sites,
         tensors=tensors,
+    )
+    return _with_updates(trace, node.get("updates").items()) if node.has("updates") else trace
+
+
+def _with_updates(trace: StepTrace, nodes: Sequence[Node]) -> StepTrace:
+    ids = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
+    trace = replace(trace, updates=tuple(_decode_update(node, ids) for node in nodes))
+    for number, why in wrong_updates(trace):
+        raise nodes[number].fail(why)
+    return trace
+
+
+def _decode_update(node: Node, ids: dict[str, int]) -> Update:
+    node.only((*_UPDATE_SITES, *_UPDATE_TENSORS))
+
+    def tensors(field: str) -> tuple[int, ...]:
+        items = node.get(field).items()
+        for item in items:
+            if item.text() not in ids:
+                raise item.fail(f'"{item.text()}" is no tensor of the trace')
+        return tuple(ids[item.text()] for item in items)
+
+    return Update(
+        **{name: node.get(name).integer() for name in _UPDATE_SITES},
+        parameters=tensors("parameters"),
+        gradients=tensors("gradients"),
+        states=tensors("states"),
     )
 
 

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from teraplan.check_plan import Violation, check_plan
+from teraplan.check_plan import check_plan
 from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_plan_or_runs
 from teraplan.report.check_text import valid_text, violations_text
 
@@ -15,7 +15,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     plan, _ = read_plan_or_runs(options.plan)
-    violations: tuple[Violation, ...] = check_plan(plan)
+    violations = check_plan(plan)
     if options.json:
         peaks = {
             "device": plan.prediction.device_peak_bytes,

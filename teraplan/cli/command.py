@@ -88,7 +88,7 @@ def read_drawn(path: Path, step: int | None) -> Drawn:
     """
     plan, runs = read_plan_or_runs(path)
     require_valid(plan)
-    simulation = simulate(plan.trace, plan.hardware, plan.migrations)
+    simulation = simulate(plan.trace, plan.hardware, plan.migrations, plan.host_updates)
     # A person may have edited the migrations: what is drawn must fit together.
     plan = replace(plan, prediction=prediction_of(simulation))
     run = _choose(runs, step, path)

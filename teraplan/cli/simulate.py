@@ -29,19 +29,20 @@ def _run(options: argparse.Namespace) -> int:
     plan, _ = read_plan_or_runs(options.plan)
     _require_same_step(trace, plan.trace)
     hardware = find_machine(options.hardware).hardware if options.hardware else plan.hardware
-    prediction = predict(trace, hardware, plan.migrations)
+    moves = (plan.migrations, plan.host_updates)
+    prediction = predict(trace, hardware, *moves)
     bound_ns = plan.prediction.bound_ns if hardware == plan.hardware else 0
     if trace == plan.trace:
         prediction = replace(prediction, bound_ns=bound_ns)
     again = replace(plan, trace=trace, hardware=hardware, prediction=prediction)
     violations = check_plan(again)
     if options.json:
-        path = None if violations else critical_path(trace, hardware, again.migrations).as_json()
+        path = None if violations else critical_path(trace, hardware, *moves).as_json()
         emit_json(plan_json(again) | {"fits": not violations, "critical_path": path})
     elif violations:
         emit(violations_text(again, violations))
     else:
-        path_lines = critical_path(trace, hardware, again.migrations).describe(trace)
+        path_lines = critical_path(trace, hardware, *moves).describe(trace)
         emit("\n".join([plan_screen(again), "", "What the step is as long as:", *path_lines]))
     return NO if violations else DONE
 

@@ -16,7 +16,15 @@ from math import prod
 from typing import final
 
 from teraplan.library.costs import Roofline
-from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
+from teraplan.step_trace import (
+    Fingerprint,
+    Site,
+    SiteKind,
+    StepTrace,
+    Tensor,
+    TensorKind,
+    Update,
+)
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
 
@@ -54,6 +62,7 @@ class StepBuilder:
         """Sites of each operation; all touch its tensors."""
         self._entries: list[_Entry] = []
         self._sites: list[Site] = []
+        self._updates: list[Update] = []
 
     def tensor(
         self,
@@ -127,6 +136,40 @@ class StepBuilder:
             if not entry.changed or entry.changed[-1] != number:
                 entry.changed.append(number)
 
+    def update(
+        self,
+        call: int,
+        tensors: tuple[Sequence[int], Sequence[int], Sequence[int]],
+        work: Work,
+        *,
+        ready: int | None = None,
+    ) -> None:
+        """A bucket of the optimizer's step: its parameters, gradients and states.
+
+        On the host it may begin at site `ready`; None: after the last use of its gradients.
+        """
+        parameters, gradients, states = (tuple(ids) for ids in tensors)
+        start = len(self._sites)
+        ends = [self._entries[i].windows[-1][1] for i in gradients]
+        changed = (*parameters, *states)
+        touched = (*parameters, *gradients, *states)
+        self.site("optimizer", call, touched, work, changes=changed)
+        self._updates.append(
+            Update(
+                start=start,
+                end=len(self._sites),
+                ready=max(ends) if ready is None else ready,
+                parameters=parameters,
+                gradients=gradients,
+                states=states,
+            )
+        )
+
+    @property
+    def num_sites(self) -> int:
+        """Sites so far."""
+        return len(self._sites)
+
     def build(self, device: str, state_bytes: int = 0) -> StepTrace:
         """The step as recorded; tensors that no site touches are left out."""
         used = [i for i, entry in enumerate(self._entries) if entry.windows]
@@ -161,6 +204,15 @@ class StepBuilder:
             state_bytes=state_bytes,
             sites=sites,
             tensors=tensors,
+            updates=tuple(
+                replace(
+                    update,
+                    parameters=tuple(number[i] for i in update.parameters),
+                    gradients=tuple(number[i] for i in update.gradients),
+                    states=tuple(number[i] for i in update.states),
+                )
+                for update in self._updates
+            ),
         )
 
 

@@ -1,6 +1,6 @@
 """Machine <-> JSON: what `--hardware` reads and `teraplan hardware` writes.
 
-    {"schema": "teraplan.hardware", "schema_version": 1, "hardware": {...},
+    {"schema": "teraplan.hardware", "schema_version": 2, "hardware": {...},
      "flops_per_s": {"bfloat16": 835000000000000, ...}, "memory_bytes_per_s": n,
      "sources": {"device": "NVIDIA H100 datasheet ...", ...}}
 
@@ -16,7 +16,9 @@ from teraplan.plan_file import decode_hardware, encode_hardware
 
 SCHEMA = "teraplan.hardware"
 # 1 (2026-11): first version.
-SCHEMA_VERSION = 1
+# 2 (2026-11): `hardware.host_cores`.
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 
 
 def write_machine(machine: Machine, path: Path) -> None:
@@ -40,7 +42,7 @@ def read_machine(path: Path) -> Machine:
     Raises:
         FileFormatError: if the file is not such a file; names the field.
     """
-    root = load_object(path, SCHEMA, (SCHEMA_VERSION,))
+    root = load_object(path, SCHEMA, READABLE_VERSIONS)
     root.only(
         (
             "schema",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from teraplan.errors import ConfigError
-from teraplan.hardware import Hardware, Link
+from teraplan.hardware import Hardware, HostCores, Link
 from teraplan.units import parse_nbytes
 
 GB = 10**9
@@ -135,6 +135,37 @@ _BUSES = {
         "6491; both at once at most 410 together: assumed; latency assumed",
     ),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Host:
+    update_bytes_per_s: int | None
+    """Published; None: nobody has."""
+    memory_bytes_per_s: int
+    source: str
+
+
+_HOSTS = {
+    "pcie4": _Host(
+        update_bytes_per_s=int(0.745e9 * 28),
+        memory_bytes_per_s=int(204.8e9),
+        source="0.745 G parameters/s of Adam for each of four A100s at once, 28 bytes each: logs "
+        "of Deep Optimizer States (github.com/DataStates/artifacts); memory: eight channels of "
+        "DDR4-3200, assumed",
+    ),
+    "pcie5": _Host(
+        update_bytes_per_s=int(1.69e9 * 28),
+        memory_bytes_per_s=int(307.2e9),
+        source="1.69 G parameters/s of Adam for each of four H100s at once, 28 bytes each: logs of "
+        "Deep Optimizer States (github.com/DataStates/artifacts); memory: eight channels of "
+        "DDR5-4800, assumed",
+    ),
+    "c2c": _Host(
+        update_bytes_per_s=None,
+        memory_bytes_per_s=int(512e9),
+        source="memory: NVIDIA GH200 datasheet, up to 512 GB/s of LPDDR5X",
+    ),
+}
 _SSD = _Path(
     link=_link(6.5, 6.7, 4.0, 4.0, 80),
     source="Samsung 990 PRO 2 TB: 6.5 GB/s written, 6.7 read; four of them in RAID-0 moved 16 GB/s "
@@ -145,7 +176,10 @@ MAX_SSDS = 12
 
 
 def machine_named(spec: str) -> Machine:
-    """The machine that `spec` names: a device, then `ssd=N` (0 to 12, default 4) and `host=SIZE`.
+    """The machine that `spec` names: a device, then options.
+
+    `ssd=N` (0 to 12, default 4); `host=SIZE`; `cores=SIZE`, the bytes that the host's cores update
+    in a second, or `cores=published`. Without the last, updates run on the device alone.
 
     Raises:
         ConfigError: if it names none.
@@ -159,18 +193,36 @@ def machine_named(spec: str) -> Machine:
             "A file of hardware is named by its path, with .json at the end"
         )
     num_ssds, host_bytes = 4, 480 * GB if name == "gh200" else 512 * GB
+    cores: HostCores | None = None
     for option in options:
         key, _, value = option.partition("=")
         if key == "ssd" and value.isascii() and value.isdigit() and int(value) <= MAX_SSDS:
             num_ssds = int(value)
         elif key == "host":
             host_bytes = _size(spec, value)
+        elif key == "cores":
+            cores = _cores(spec, _HOSTS[device.bus], value)
         else:
             raise ConfigError(
                 f'machine "{spec}": "{option}" is not understood; write ssd=N with N from 0 to '
-                f"{MAX_SSDS}, or host=SIZE such as host=512GiB"
+                f"{MAX_SSDS}, host=SIZE such as host=512GiB, or cores=published"
             )
-    return _machine(device, num_ssds, host_bytes)
+    return _machine(device, num_ssds, host_bytes, cores)
+
+
+def _cores(spec: str, host: _Host, value: str) -> HostCores:
+    if value != "published":
+        speed = _size(spec, value)
+    elif host.update_bytes_per_s is None:
+        raise ConfigError(
+            f'machine "{spec}": no rate of updates on its cores is published; write one, such as '
+            "cores=40GB for 40 GB of gradients, parameters and state read and written in a second"
+        )
+    else:
+        speed = host.update_bytes_per_s
+    if speed == 0:
+        raise ConfigError(f'machine "{spec}": cores that update nothing; leave cores out')
+    return HostCores(update_bytes_per_s=speed, memory_bytes_per_s=host.memory_bytes_per_s)
 
 
 def _size(spec: str, value: str) -> int:
@@ -180,7 +232,9 @@ def _size(spec: str, value: str) -> int:
         raise ConfigError(f'machine "{spec}": {error}') from error
 
 
-def _machine(device: _Device, num_ssds: int, host_bytes: int) -> Machine:
+def _machine(
+    device: _Device, num_ssds: int, host_bytes: int, cores: HostCores | None = None
+) -> Machine:
     bus, ssds = _BUSES[device.bus], None
     if num_ssds:
         ssds = Link(
@@ -199,11 +253,13 @@ def _machine(device: _Device, num_ssds: int, host_bytes: int) -> Machine:
             host_link=bus.link if host_bytes else None,
             storage_link=ssds,
             device_port=bus.link,
+            host_cores=cores if host_bytes else None,
         ),
         processor=device.processor,
         sources=MappingProxyType(
             {"device": device.source, "host_link": bus.source, "device_port": bus.source}
             | ({"storage_link": _SSD.source} if num_ssds else {})
+            | ({"host_cores": _HOSTS[device.bus].source} if cores is not None else {})
         ),
     )
 

@@ -75,6 +75,8 @@ class Workload:
     """Pipeline stages; the step of the first one is built, with as many micro-batches in flight."""
     kernels: int = 1
     """Sites that each operation is cut into."""
+    clipped: bool = False
+    """Whether gradients are scaled by the norm of all of them before the update."""
 
 
 def trace_of(workload: Workload, machine: Machine) -> StepTrace:
@@ -87,6 +89,7 @@ def trace_of(workload: Workload, machine: Machine) -> StepTrace:
         micro_batches=workload.micro_batches,
         in_flight=workload.stages,
         kernels=workload.kernels,
+        clipped=workload.clipped,
     )
     return training_step(
         _forward(workload),

@@ -64,6 +64,8 @@ class Schedule:
     """Forwards that run before the first backward; 2 in the first of two pipeline stages."""
     kernels: int = 1
     """Sites that each operation is cut into."""
+    clipped: bool = False
+    """Whether gradients are scaled by the norm of all of them: no update begins before the last."""
 
 
 def training_step(
@@ -81,12 +83,17 @@ def training_step(
             waiting.pop(0).backward()
     for tape in waiting:
         tape.backward()
+    ready = builder.num_sites if schedule.clipped else None
+    call = schedule.micro_batches
     for name, parameter in parameters.items():
-        _update(builder, name, parameter, parameters.gradients[parameter], schedule.micro_batches)
+        _update(builder, name, (parameter, parameters.gradients[parameter]), call, ready)
     return builder.build(device)
 
 
-def _update(builder: StepBuilder, name: str, parameter: int, gradient: int, call: int) -> None:
+def _update(
+    builder: StepBuilder, name: str, pair: tuple[int, int], call: int, ready: int | None
+) -> None:
+    parameter, gradient = pair
     kinds = ["exp_avg", "exp_avg_sq"] + (["master"] if builder.dtype != "float32" else [])
     states = [
         builder.tensor(
@@ -99,5 +106,4 @@ def _update(builder: StepBuilder, name: str, parameter: int, gradient: int, call
         for kind in kinds
     ]
     work = Work(flops=_ADAM_FLOPS * builder.numel(parameter), dtype="float32")
-    changed = (parameter, *states)
-    builder.site("optimizer", call, (parameter, gradient, *states), work, changes=changed)
+    builder.update(call, ((parameter,), (gradient,), states), work, ready=ready)

@@ -8,16 +8,17 @@ from functools import partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
-from teraplan.bound import step_bound_ns
+from teraplan.bound import split_bound_ns, step_bound_ns
 from teraplan.check_plan import check_plan, require_valid
 from teraplan.errors import ConfigError
 from teraplan.hardware import Budgets, Hardware, Tier
-from teraplan.plan import Plan
+from teraplan.plan import HostUpdate, Plan
 from teraplan.planners.base import Planner, Problem, require_feasible
 from teraplan.planners.baselines import plan_on_demand, plan_statically
 from teraplan.planners.rules import apply_rules
 from teraplan.planners.stall_driven import plan_by_stalls
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
+from teraplan.planners.update_split import split_updates
 from teraplan.planners.victims import farthest_use, first_saved
 from teraplan.relaxation import relaxed_bound_ns
 from teraplan.simulate import predict
@@ -78,13 +79,16 @@ def make_plan(
     asked = replace(
         Problem.of(ruled.trace, hardware, budgets) if rules else problem,
         only_tier=ruled.only_tier,
+        may_be_hosted=ruled.may_be_hosted,
         deadline=deadline,
     )
     require_feasible(asked)
     migrations = planner(asked)
-    bound = relaxed_bound_ns if tight_bound else step_bound_ns
-    bound_ns = bound(problem.lifetimes, hardware, problem.pressure(), problem.tier_bytes)
-    prediction = replace(predict(trace, hardware, migrations), bound_ns=bound_ns)
+    host_updates: tuple[HostUpdate, ...] = ()
+    if planner is plan_by_stalls:
+        migrations, host_updates = split_updates(asked, planner, migrations)
+    prediction = predict(trace, hardware, migrations, host_updates)
+    prediction = replace(prediction, bound_ns=_bound_ns(problem, tight_bound))
     plan = Plan(
         policy=policy,
         budgets=budgets,
@@ -92,6 +96,7 @@ def make_plan(
         trace=trace,
         migrations=migrations,
         prediction=prediction,
+        host_updates=host_updates,
     )
     require_valid(plan)
     for other in candidates if not rules else ():
@@ -101,16 +106,27 @@ def make_plan(
     return plan
 
 
+def _bound_ns(problem: Problem, tight: bool) -> int:
+    if problem.hardware.host_cores is not None and problem.trace.updates:
+        return split_bound_ns(problem.lifetimes, problem.hardware, problem.pressure())
+    bound = relaxed_bound_ns if tight else step_bound_ns
+    return bound(problem.lifetimes, problem.hardware, problem.pressure(), problem.tier_bytes)
+
+
 def _remade(candidate: Plan, plan: Plan) -> Plan | None:
     """The candidate's migrations in the place of those of `plan`, None if they do not hold."""
     links = {Tier.HOST: plan.hardware.host_link, Tier.STORAGE: plan.hardware.storage_link}
     if candidate.trace != plan.trace or any(links[m.tier] is None for m in candidate.migrations):
         return None
-    prediction = predict(plan.trace, plan.hardware, candidate.migrations)
+    if candidate.host_updates and (plan.hardware.host_cores is None or links[Tier.HOST] is None):
+        return None
+    moves = (candidate.migrations, candidate.host_updates)
+    prediction = predict(plan.trace, plan.hardware, *moves)
     remade = replace(
         plan,
         policy=candidate.policy,
         migrations=candidate.migrations,
+        host_updates=candidate.host_updates,
         prediction=replace(prediction, bound_ns=plan.prediction.bound_ns),
     )
     return None if check_plan(remade) else remade

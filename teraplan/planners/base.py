@@ -15,7 +15,9 @@ from teraplan.errors import InfeasibleBudgetError
 from teraplan.hardware import Budgets, Hardware, Link, Tier
 from teraplan.lifetimes import Lifetimes
 from teraplan.memory_curve import Curve, LeastBudget, least_budget
+from teraplan.placed_step import HostWork
 from teraplan.plan import Migration
+from teraplan.simulator import Simulator
 from teraplan.step_trace import StepTrace
 from teraplan.units import format_nbytes
 
@@ -42,6 +44,12 @@ class Problem:
     """Tensors that may move to this tier alone."""
     deadline: float | None = None
     """When to stop searching, on the clock of `time.monotonic`; None: when the search is done."""
+    host_copies: frozenset[int] = frozenset()
+    """Tensors of which the host always has a copy that is as good: they are clean there."""
+    host_work: tuple[HostWork, ...] = ()
+    """What the host does beside, over the same link."""
+    may_be_hosted: tuple[int, ...] = ()
+    """Numbers of updates that may run on the host."""
     spare_sites: int = 0
     """By how many sites a tensor takes space in another tier before and after its idle period."""
 
@@ -73,7 +81,12 @@ class Problem:
             tier_bytes={tier: room[tier] for tier in by_speed},
             links=links,
             least=least_budget(trace),
+            may_be_hosted=tuple(range(len(trace.updates))),
         )
+
+    def simulator(self) -> Simulator:
+        """The simulator of this step on this machine."""
+        return Simulator(self.trace, self.hardware, self.host_work)
 
     def pressure(self, limit_bytes: int | None = None) -> Curve:
         """Bytes over the limit per interval, at most what can be elsewhere there."""

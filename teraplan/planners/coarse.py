@@ -22,6 +22,7 @@ import numpy as np
 
 from teraplan.lifetimes import Floats, Ints
 from teraplan.memory_curve import device_curve
+from teraplan.placed_step import HostWork
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.step_trace import StepTrace, Tensor
@@ -105,6 +106,10 @@ def coarsen(problem: Problem, num_slots: int) -> Coarse:
                 if ids[0] in problem.only_tier
             },
             deadline=problem.deadline,
+            host_copies=frozenset(
+                group for group, ids in enumerate(members) if ids[0] in problem.host_copies
+            ),
+            host_work=tuple(_coarse_work(work, cuts) for work in problem.host_work),
             spare_sites=1,
         )
         over = smaller.device - problem.limit_bytes > smaller.idle
@@ -139,7 +144,8 @@ def _coarse_trace(problem: Problem, cuts: Ints) -> tuple[StepTrace, tuple[tuple[
     for tensor_id, tensor in enumerate(trace.tensors):
         windows, changes = _coarse_windows(tensor, starts)
         only = problem.only_tier.get(tensor_id)
-        key = (windows, changes, (tensor.persistent, tensor.kind, only))
+        copied = tensor_id in problem.host_copies
+        key = (windows, changes, (tensor.persistent, tensor.kind, only, copied))
         groups[key].append(tensor_id)
     tensors: list[Tensor] = []
     members: list[tuple[int, ...]] = []
@@ -158,11 +164,34 @@ def _coarse_trace(problem: Problem, cuts: Ints) -> tuple[StepTrace, tuple[tuple[
             replace(site, tensor_id=None, duration_ns=ns, workspace_bytes=nbytes)
             for site, ns, nbytes in zip(first_sites, slot_ns, workspace.tolist(), strict=True)
         )
-        return replace(trace, sites=sites, tensors=tuple(tensors))
+        return replace(trace, sites=sites, tensors=tuple(tensors), updates=())
 
     bare = with_workspace(np.zeros(len(first_sites), dtype=np.int64))
     most = np.maximum.reduceat(device, cuts[:-1])
     return with_workspace(most - device_curve(bare)), tuple(members)
+
+
+def _coarse_work(work: HostWork, cuts: Ints) -> HostWork:
+    """The same with slots in the place of sites, somewhat later and shorter."""
+    starts: list[int] = cuts.tolist()
+    num_slots, num_sites = len(cuts) - 1, starts[-1]
+
+    def slot(site: int, after: bool) -> int:
+        steps, rest = divmod(site, num_sites)
+        here = _slot_after(starts, rest) if after else _slot_of(starts, rest)
+        return steps * num_slots + here
+
+    needed = slot(work.needed, after=False)
+    back = min(slot(work.back, after=True), needed)
+    gone = min(slot(work.gone, after=True), back)
+    return replace(
+        work,
+        flush=min(slot(work.flush, after=True), gone),
+        ready=min(slot(work.ready, after=True), back),
+        gone=gone,
+        back=back,
+        needed=needed,
+    )
 
 
 def _parts(ids: list[int], sizes: list[int], largest: int) -> list[tuple[int, ...]]:

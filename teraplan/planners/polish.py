@@ -11,10 +11,11 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import final
 
+from teraplan.hardware import Tier
 from teraplan.memory_curve import managed_curve, tier_curve
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
-from teraplan.simulate import Simulator
+from teraplan.simulator import Simulator
 
 Plan = tuple[Migration, ...]
 
@@ -53,8 +54,17 @@ class _Polish:
         managed = managed_curve(problem.trace, plan)
         if (self._fixed + managed > problem.limit_bytes).any():
             return False
+        others = tuple(m for m in plan if m.tensor_id not in problem.host_copies)
         return all(
-            (tier_curve(problem.trace, plan, tier, problem.spare_sites) <= size).all()
+            (
+                tier_curve(
+                    problem.trace,
+                    others if tier is Tier.HOST else plan,
+                    tier,
+                    problem.spare_sites,
+                )
+                <= size
+            ).all()
             for tier, size in problem.tier_bytes.items()
         )
 

@@ -25,6 +25,8 @@ class Ruled:
     trace: StepTrace
     """The same, but what must stay is never idle."""
     only_tier: Mapping[int, Tier]
+    may_be_hosted: tuple[int, ...]
+    """Updates of whose tensors no rule says that they stay or go elsewhere than to the host."""
 
 
 def read_rules(path: Path) -> dict[str, Tier]:
@@ -68,7 +70,13 @@ def apply_rules(trace: StepTrace, rules: Mapping[str, Tier]) -> Ruled:
         for i, tensor in enumerate(trace.tensors)
     )
     only = {i: tier for i, tier in tiers.items() if tier is not Tier.DEVICE}
-    return Ruled(trace=replace(trace, tensors=tensors), only_tier=only)
+    hosted = tuple(
+        number
+        for number, update in enumerate(trace.updates)
+        if all(tiers.get(i, Tier.HOST) is Tier.HOST for i in update.tensor_ids)
+    )
+    ruled = replace(trace, tensors=tensors)
+    return Ruled(trace=ruled, only_tier=only, may_be_hosted=hosted)
 
 
 def _matches(pattern: str, tensor: Tensor) -> bool:

@@ -57,7 +57,7 @@ from teraplan.planners.victims import (
     longest_idle,
 )
 from teraplan.run_record import Direction
-from teraplan.simulate import Simulator, Timing
+from teraplan.simulator import Simulator, Timing
 
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
@@ -117,7 +117,7 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
         return ()
     if len(problem.lifetimes) > _MANY:
         coarse = coarsen(problem, _num_slots(problem))
-        simulator = Simulator(coarse.problem.trace, problem.hardware)
+        simulator = coarse.problem.simulator()
         found = _Search(coarse.problem, simulator).run()
         if found is not None:
             return with_reasons(problem, _or_baseline(problem, coarse.expand(found.migrations)))
@@ -129,7 +129,7 @@ def _or_baseline(problem: Problem, migrations: tuple[Migration, ...]) -> tuple[M
     """The migrations, or those of a simple policy on the step itself if they are faster."""
     if len(problem.lifetimes) > _PLENTY or problem.deadline is not None:
         return migrations
-    simulator = Simulator(problem.trace, problem.hardware)
+    simulator = problem.simulator()
     best, best_ns = migrations, simulator.run(migrations).step_ns
     for planner in _SIMPLE:
         other = _plan_of(planner, problem)
@@ -156,7 +156,7 @@ def _num_slots(problem: Problem) -> int:
 
 def _search_all(problem: Problem) -> tuple[Migration, ...]:
     """The best of this budget and of the rungs below it."""
-    simulator = Simulator(problem.trace, problem.hardware)
+    simulator = problem.simulator()
     best = _solve(problem, simulator)
     few = len(problem.lifetimes) <= _NEAR
     for rung in _rungs(problem) if few else ():
@@ -289,6 +289,8 @@ class _Search:
         extra = np.zeros(num_sites, dtype=np.int64)
         site_ns = attempt.timing.site_ns
         for wait in attempt.timing.waits:
+            if wait.migration >= len(attempt.migrations):
+                continue  # an update on the host, whose sites are given
             m = attempt.migrations[wait.migration]
             nbytes = problem.trace.tensors[m.tensor_id].nbytes
             link = problem.links[m.tier]

@@ -65,6 +65,8 @@ class _Assignment:
         self._step_ns = max(float(periods.site_ns[periods.num_sites]), 1.0)
         self._loads = {tier: np.zeros((2, _BUCKETS)) for tier in self.rooms}
         self._of_tensor: dict[int, Tier] = {}
+        if Tier.HOST in self.rooms:
+            self._of_tensor.update(dict.fromkeys(problem.host_copies, Tier.HOST))
 
     def order(self, spread: Spread) -> list[int]:
         """In which order periods choose."""
@@ -79,6 +81,9 @@ class _Assignment:
         nbytes = int(periods.nbytes[row])
         start, end = self._problem.tier_span(row)
         for tier in self._preferred(row, spread):
+            if tier is Tier.HOST and int(periods.tensor_ids[row]) in self._problem.host_copies:
+                self._take(row, tier)
+                return tier
             if tier in self.ample or self.rooms[tier].least(start, end) >= nbytes:
                 if tier not in self.ample:
                     self.rooms[tier].add(start, end, -nbytes)
@@ -146,7 +151,10 @@ def _clean(
     of_tensor: dict[int, list[int]] = {}
     for i, row in enumerate(rows.tolist()):
         of_tensor.setdefault(int(periods.tensor_ids[row]), []).append(i)
-    clean = [False] * len(rows)
+    clean = [
+        tier is Tier.HOST and tensor_id in problem.host_copies
+        for tier, tensor_id in zip(tiers, periods.tensor_ids[rows].tolist(), strict=True)
+    ]
     for tensor_id, moves in of_tensor.items():
         tensor = tensors[tensor_id]
         if len(moves) < 2:
@@ -154,6 +162,8 @@ def _clean(
         spans = [(int(periods.start[rows[i]]), int(periods.end[rows[i]])) for i in moves]
         changes = [tensor.windows[number] for number in tensor.changes]
         for position, i in enumerate(moves):
+            if clean[i]:
+                continue
             if position == 0 and not (tensor.persistent and changes):
                 continue  # of all that go round, one must write
             shift = periods.num_sites if position == 0 else 0

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from teraplan.check_plan import Violation
 from teraplan.plan import Plan
 from teraplan.report.summary import tensor_label
 from teraplan.report.table import aligned
 from teraplan.step_trace import StepTrace
 from teraplan.units import format_nbytes
+from teraplan.violations import Violation
 
 
 def valid_text(plan: Plan) -> str:

@@ -3,6 +3,7 @@
     process 1  planned             process 2  actual, step 7
       1  computation                 one slice per graph call and phase
       2  waits                       one slice per wait, named after its tensor
+      3  updates on the host         one slice per update, named after its first parameter
       10 host out                    links: one track per store and direction, more where
       11 host back                   transfers overlap (slices of one track must not)
       counters                       memory by class, and the budget
@@ -20,7 +21,7 @@ from teraplan.step_trace import Tensor
 
 Event = dict[str, object]
 
-_COMPUTATION, _WAITS, _FIRST_LINK = 1, 2, 10
+_COMPUTATION, _WAITS, _HOST, _FIRST_LINK = 1, 2, 3, 10
 
 
 def chrome_trace(plan: Plan, drawings: Sequence[Drawing]) -> dict[str, object]:
@@ -31,6 +32,7 @@ def chrome_trace(plan: Plan, drawings: Sequence[Drawing]) -> dict[str, object]:
         events += _process_names(pid, drawing)
         events += _computation(pid, drawing)
         events += _waits(pid, drawing, tensors)
+        events += _host_updates(pid, drawing, tensors)
         events += _transfers(pid, drawing, tensors)
         events += _memory(pid, drawing, plan.budgets.device_bytes)
     return {
@@ -96,6 +98,15 @@ def _waits(pid: int, drawing: Drawing, tensors: dict[str, Tensor]) -> Iterator[E
         args: Event = {"tensor": stall.tensor, "site": stall.site}
         end_ns = stall.start_ns + stall.duration_ns
         yield _slice(pid, _WAITS, name, "wait", stall.start_ns, end_ns, args)
+
+
+def _host_updates(pid: int, drawing: Drawing, tensors: dict[str, Tensor]) -> Iterator[Event]:
+    if drawing.host_updates:
+        yield from _track(pid, _HOST, "updates on the host")
+    for done in drawing.host_updates:
+        name = f"update {_label(done.tensor, tensors)}"
+        args: Event = {"tensor": done.tensor, "nbytes": done.nbytes}
+        yield _slice(pid, _HOST, name, "update", done.start_ns, done.end_ns, args)
 
 
 def _transfers(pid: int, drawing: Drawing, tensors: dict[str, Tensor]) -> Iterator[Event]:

@@ -7,11 +7,12 @@
 
 Each node is a moment, each edge says that one moment is not before another, and by how long. What
 lies on the longest path is what would have to be shorter for the step to be shorter: waiting times
-alone do not say so, as a copy may be late because of what was before it in its queue.
+alone do not say so, as a copy may be late because of what was before it in its queue. The host's
+updates are a queue between copies out and copies in.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,10 +21,12 @@ import numpy as np
 
 from teraplan.hardware import Hardware, Tier
 from teraplan.lifetimes import Ints
-from teraplan.plan import Migration
+from teraplan.placed_step import PlacedStep
+from teraplan.plan import HostUpdate, Migration
 from teraplan.report.table import shorten
 from teraplan.run_record import Direction
-from teraplan.simulate import Simulator, Timing, Transfer
+from teraplan.simulate import moved_tensor
+from teraplan.simulator import Simulator, Timing, Transfer
 from teraplan.step_trace import StepTrace
 from teraplan.units import format_ns
 
@@ -39,6 +42,8 @@ class CriticalPath:
     computation_ns: int
     before_ns: int
     """What was still on its way from the step before when this one began."""
+    host_ns: int
+    """Updates on the host's cores."""
     copies_ns: dict[tuple[Tier, Direction], int]
     tensors_ns: dict[int, int]
     """Copies by tensor id; those on the path alone."""
@@ -52,6 +57,7 @@ class CriticalPath:
         return {
             "computation_ns": self.computation_ns,
             "before_ns": self.before_ns,
+            "host_ns": self.host_ns,
             "copies": copies,
         }
 
@@ -60,6 +66,8 @@ class CriticalPath:
         parts = [(self.computation_ns, "computation")]
         if self.before_ns:
             parts.append((self.before_ns, "copies from the step before"))
+        if self.host_ns:
+            parts.append((self.host_ns, "updates on the host"))
         for (tier, direction), ns in self.copies_ns.items():
             way = f"out to {tier}" if direction is Direction.OUT else f"back from {tier}"
             parts.append((ns, f"copies {way}"))
@@ -75,19 +83,23 @@ class CriticalPath:
 
 
 def critical_path(
-    trace: StepTrace, hardware: Hardware, migrations: Sequence[Migration]
+    trace: StepTrace,
+    hardware: Hardware,
+    migrations: Sequence[Migration],
+    host_updates: Sequence[HostUpdate] = (),
 ) -> CriticalPath:
     """The longest chain of the simulated step.
 
     Raises:
         ConfigError: if a migration goes over a link that the machine does not have.
     """
-    timing = Simulator(trace, hardware).run(migrations, with_transfers=True)
-    graph = _graph(trace, migrations, timing)
+    placed = PlacedStep.of(trace, host_updates)
+    timing = Simulator(placed.trace, hardware, placed.work).run(migrations, with_transfers=True)
+    graph = _graph(placed, migrations, timing)
     end = ("arrive", len(trace.sites))
     needed = graph.subgraph(nx.ancestors(graph, end) | {end})
     path = nx.dag_longest_path(needed, weight="ns")
-    computation_ns = before_ns = 0
+    computation_ns = before_ns = host_ns = 0
     copies: Counter[tuple[Tier, Direction]] = Counter()
     tensors: Counter[int] = Counter()
     for (kind, number), after in pairwise(path):
@@ -95,24 +107,31 @@ def critical_path(
         if kind == "begin":
             transfer = timing.transfers[number]
             copies[transfer.tier, transfer.direction] += ns
-            tensors[migrations[transfer.migration].tensor_id] += ns
+            moved = moved_tensor(migrations, placed.work, transfer.migration, transfer.direction)
+            tensors[moved] += ns
         elif kind == "start":
             before_ns += ns
+        elif kind == "work":
+            host_ns += ns
         else:
             computation_ns += ns
     return CriticalPath(
         step_ns=timing.step_ns,
         computation_ns=computation_ns,
         before_ns=before_ns,
+        host_ns=host_ns,
         copies_ns=dict(copies),
         tensors_ns=dict(tensors),
     )
 
 
 def _graph(
-    trace: StepTrace, migrations: Sequence[Migration], timing: Timing
+    placed: PlacedStep, migrations: Sequence[Migration], timing: Timing
 ) -> "nx.DiGraph[Moment]":
     graph: nx.DiGraph[Moment] = nx.DiGraph()
+    trace = placed.trace
+    places = [(m.leave, m.gone, m.back, m.needed) for m in migrations]
+    places += [(w.flush, w.gone, w.back, w.needed) for w in placed.work]
 
     def after(first: Moment, then: Moment, ns: int = 0) -> None:
         graph.add_edge(first, then, ns=ns)
@@ -130,7 +149,7 @@ def _graph(
     for number, transfer in enumerate(timing.transfers):
         after(("begin", number), ("end", number), transfer.end_ns - transfer.start_ns)
         link, out = (transfer.tier, transfer.direction), transfer.direction is Direction.OUT
-        asked, waited = _sites(migrations[transfer.migration], transfer, num_sites)
+        asked, waited = _sites(places[transfer.migration], transfer, num_sites)
         if link in last_of:
             after(("end", last_of[link]), ("begin", number))
         elif asked < 0 or transfer.start_ns > asked_ns[int(not out), asked] + _ROUNDING_NS:
@@ -142,12 +161,46 @@ def _graph(
         if waited < num_sites:
             after(("end", number), ("outs" if out else "compute", waited))
             known.add((transfer.migration, transfer.direction, waited))
+    for before, then, ns in _host_edges(placed, len(migrations), timing):
+        after(before, then, ns)
     for wait in timing.waits:
         if (wait.migration, wait.direction, wait.site) not in known:
             # its copy was on its way when the step began
-            then = "outs" if wait.direction is Direction.OUT else "compute"
-            after(("start", 0), (then, wait.site), wait.start_ns + wait.duration_ns)
+            kind = "outs" if wait.direction is Direction.OUT else "compute"
+            after(("start", 0), (kind, wait.site), wait.start_ns + wait.duration_ns)
     return graph
+
+
+def _host_edges(
+    placed: PlacedStep, num_migrations: int, timing: Timing
+) -> Iterator[tuple[Moment, Moment, int]]:
+    """What the host's cores wait for, how long they work, and what waits for them."""
+    numbers = {
+        (transfer.migration - num_migrations, transfer.direction, transfer.steps_before): number
+        for number, transfer in enumerate(timing.transfers)
+    }
+    seen: set[tuple[int, int]] = set()
+    for number, run in enumerate(timing.host_runs):
+        seen.add((run.work, run.steps_before))
+        yield ("work", number), ("worked", number), run.end_ns - run.start_ns
+        sent = numbers.get((run.work, Direction.OUT, run.steps_before))
+        work = placed.work[run.work]
+        ready = max(work.ready, work.flush) - run.steps_before * len(placed.trace.sites)
+        if number:
+            yield ("worked", number - 1), ("work", number), 0
+        if sent is not None:
+            yield ("end", sent), ("work", number), 0
+        if ready >= 0:
+            yield ("arrive", ready), ("work", number), 0
+        if not number or sent is None:
+            yield ("start", 0), ("work", number), run.start_ns if run.steps_before else 0
+        brought = numbers.get((run.work, Direction.BACK, run.steps_before))
+        if brought is not None:
+            yield ("worked", number), ("begin", brought), 0
+    for (index, direction, steps), number in numbers.items():
+        if index >= 0 and direction is Direction.BACK and (index, steps) not in seen:
+            # the cores began it in the step before
+            yield ("start", 0), ("begin", number), timing.transfers[number].start_ns
 
 
 def _asked_ns(timing: Timing, num_sites: int) -> Ints:
@@ -159,9 +212,10 @@ def _asked_ns(timing: Timing, num_sites: int) -> Ints:
     return asked_ns
 
 
-def _sites(m: Migration, transfer: Transfer, num_sites: int) -> tuple[int, int]:
+def _sites(
+    places: tuple[int, int, int, int], transfer: Transfer, num_sites: int
+) -> tuple[int, int]:
     """Sites of this step where the copy is asked for and waited for; may be outside of it."""
     shift = transfer.steps_before * num_sites
-    if transfer.direction is Direction.OUT:
-        return m.leave - shift, m.gone - shift
-    return m.back - shift, m.needed - shift
+    first = 0 if transfer.direction is Direction.OUT else 2
+    return places[first] - shift, places[first + 1] - shift

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from teraplan.hardware import Tier
-from teraplan.plan import Migration, Plan
+from teraplan.plan import HostUpdate, Migration, Plan
 from teraplan.report.folding import (
     layer_fold,
     merge_numbers,
@@ -26,7 +26,9 @@ class Decision:
     when: str
     """Phases in which it leaves and is needed: "forward → backward"."""
     stall_ns: int
-    """Waiting for this tensor; counted once, with the first of its migrations."""
+    """Waiting for this tensor; counted once, with the first of its decisions."""
+    host_update: HostUpdate | None = None
+    """The host updates its bucket, and has its bytes meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,10 @@ class Row:
     num_tensors: int
     kind: TensorKind
     tier: Tier | None
-    """None: stays on the device."""
+    """None: stays on the device, or its update is the host's."""
     clean: bool
+    hosted: bool
+    """Whether the host updates its bucket."""
     when: str
     nbytes: int
     stall_ns: int
@@ -53,23 +57,32 @@ def decisions(plan: Plan) -> tuple[Decision, ...]:
     by_tensor: dict[int, list[Migration]] = {}
     for migration in plan.migrations:
         by_tensor.setdefault(migration.tensor_id, []).append(migration)
+    hosted = {i: h for h in plan.host_updates for i in plan.trace.updates[h.update].tensor_ids}
     found: list[Decision] = []
     for tensor_id, tensor in enumerate(plan.trace.tensors):
         chosen = sorted(by_tensor.get(tensor_id, ()), key=lambda migration: migration.leave)
-        for place, choice in enumerate(chosen or [None]):
+        choices: list[Migration | HostUpdate | None] = [*chosen]
+        if tensor_id in hosted:
+            choices.append(hosted[tensor_id])
+        for place, choice in enumerate(choices or [None]):
             found.append(
                 Decision(
                     tensor_id=tensor_id,
                     tensor=tensor,
-                    migration=choice,
-                    when=_when(plan.trace, choice) if choice else "",
+                    migration=choice if isinstance(choice, Migration) else None,
+                    when=_when(plan.trace, choice),
                     stall_ns=0 if place else plan.prediction.stall_ns.get(tensor_id, 0),
+                    host_update=choice if isinstance(choice, HostUpdate) else None,
                 )
             )
     return tuple(found)
 
 
-def _when(trace: StepTrace, migration: Migration) -> str:
+def _when(trace: StepTrace, migration: Migration | HostUpdate | None) -> str:
+    if migration is None:
+        return ""
+    if isinstance(migration, HostUpdate):
+        return "update"
     num_sites = len(trace.sites)
     start = trace.sites[migration.leave % num_sites]
     end = trace.sites[migration.needed % num_sites]
@@ -103,6 +116,7 @@ def _key(decision: Decision) -> tuple[object, ...]:
         tensor.kind,
         decision.when,
         (migration.tier, migration.clean, text_template(migration.reason)) if migration else None,
+        decision.host_update is not None,
     )
 
 
@@ -113,6 +127,7 @@ def _row(group: list[Decision], layers: Iterable[str]) -> Row:
     )
     migration = first.migration
     reasons = [d.migration.reason for d in group if d.migration]
+    reasons += [d.host_update.reason for d in group if d.host_update]
     return Row(
         layer=folded[0].label,
         num_layers=folded[0].count,
@@ -121,6 +136,7 @@ def _row(group: list[Decision], layers: Iterable[str]) -> Row:
         kind=first.tensor.kind,
         tier=migration.tier if migration else None,
         clean=migration.clean if migration else False,
+        hosted=first.host_update is not None,
         when=first.when,
         nbytes=sum(decision.tensor.nbytes for decision in group),
         stall_ns=sum(decision.stall_ns for decision in group),

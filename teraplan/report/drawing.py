@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from teraplan.errors import FileFormatError
 from teraplan.memory_curve import Curve, device_curve, fixed_curve
+from teraplan.placed_step import PlacedStep
 from teraplan.plan import Plan
 from teraplan.run_record import RunRecord, StallRecord, TransferRecord
-from teraplan.simulate import Simulation
+from teraplan.simulate import HostUpdateRecord, Simulation
 from teraplan.step_trace import StepTrace
 
 
@@ -41,6 +42,7 @@ class Drawing:
     """Everything that would be on the device with nothing moved."""
     transfers: tuple[TransferRecord, ...]
     stalls: tuple[StallRecord, ...]
+    host_updates: tuple[HostUpdateRecord, ...] = ()
 
     @property
     def device_bytes(self) -> tuple[int, ...]:
@@ -76,7 +78,7 @@ def graph_calls(
 
 def draw_plan(plan: Plan, simulation: Simulation) -> Drawing:
     """The step as it is predicted under `plan`."""
-    trace = plan.trace
+    trace, placed = plan.trace, PlacedStep.of(plan.trace, plan.host_updates)
     starts, step_ns = simulation.site_start_ns, simulation.step_ns
     return Drawing(
         name="planned",
@@ -84,10 +86,11 @@ def draw_plan(plan: Plan, simulation: Simulation) -> Drawing:
         site_start_ns=starts,
         calls=graph_calls(trace, starts, step_ns),
         managed_bytes=simulation.managed_bytes,
-        fixed_bytes=_ints(fixed_curve(trace)),
+        fixed_bytes=_ints(fixed_curve(placed.trace)),
         unlimited_bytes=_ints(device_curve(trace)),
         transfers=simulation.transfers,
         stalls=simulation.stalls,
+        host_updates=simulation.host_updates,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from teraplan.memory_curve import device_curve
+from teraplan.placed_step import PlacedStep
 from teraplan.plan import Plan
 from teraplan.step_trace import StepTrace
 from teraplan.units import format_nbytes
@@ -21,7 +22,8 @@ _EIGHTHS = "▁▂▃▄▅▆▇█"
 
 def memory_chart(plan: Plan, width: int = 72, height: int = 8) -> list[str]:
     """Device memory with and without `plan` over the computation of the step, budget marked."""
-    with_plan: list[int] = device_curve(plan.trace, plan.migrations).tolist()
+    placed = PlacedStep.of(plan.trace, plan.host_updates)
+    with_plan: list[int] = placed.device(plan.migrations).tolist()
     without: list[int] = device_curve(plan.trace).tolist()
     intervals = sampled_intervals(plan.trace, width)
     if not intervals:

@@ -70,6 +70,7 @@ def _facts(before: Plan, after: Plan) -> tuple[Change, ...]:
             )
 
     word("policy", before.policy, after.policy)
+    word("updates on the host", str(len(before.host_updates)), str(len(after.host_updates)))
     word("program", _program(before), _program(after))
     word("device", before.hardware.device, after.hardware.device)
     if before.hardware != after.hardware and before.hardware.device == after.hardware.device:
@@ -118,11 +119,27 @@ def _decisions(before: Plan, after: Plan) -> tuple[DecisionChange, ...]:
             template = name_template(tensor.layer or tensor.name)
             node = node_label(tensor.name, tensor.layer) if tensor.layer else ""
             groups.setdefault((what, template, node), []).append(tensor)
+    for what, tensors in _moved_updates(before, after):
+        template = name_template(tensors[0].layer or tensors[0].name)
+        groups.setdefault((what, template, ""), []).extend(tensors)
     changes = [
         DecisionChange(what=what, tensors=tuple(tensors))
         for (what, _, _), tensors in groups.items()
     ]
     return tuple(sorted(changes, key=lambda change: -change.nbytes))
+
+
+def _moved_updates(before: Plan, after: Plan) -> list[tuple[str, list[Tensor]]]:
+    """Buckets that are updated elsewhere, with the parameters of each."""
+
+    def hosted(plan: Plan) -> dict[str, list[Tensor]]:
+        buckets = [plan.trace.updates[h.update].parameters for h in plan.host_updates]
+        tensors = [[plan.trace.tensors[i] for i in ids] for ids in buckets]
+        return {parameters[0].name: parameters for parameters in tensors}
+
+    old, new = hosted(before), hosted(after)
+    gone = [("update on the device", old[name]) for name in old if name not in new]
+    return gone + [("update on the host", new[name]) for name in new if name not in old]
 
 
 def _by_period(plan: Plan) -> dict[tuple[str, int], tuple[Tensor, Migration]]:

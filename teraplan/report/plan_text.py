@@ -5,14 +5,15 @@ from dataclasses import asdict
 
 from teraplan.hardware import Link, Tier
 from teraplan.plan import Plan
-from teraplan.report.decisions import Row, decisions, fold
+from teraplan.report.decisions import Decision, Row, decisions, fold
 from teraplan.report.memory_chart import memory_chart
-from teraplan.report.summary import covered, step_line, top_stalls
+from teraplan.report.summary import covered, hosted_line, step_line, top_stalls
 from teraplan.report.table import TIMES, aligned, shorten
 from teraplan.units import format_bandwidth, format_nbytes, format_ns
 
 _MAX_ROWS = 16
 _KEPT = "stays"
+_HOSTED = "host cores"
 
 
 def plan_screen(plan: Plan) -> str:
@@ -31,23 +32,16 @@ def plan_details(plan: Plan) -> str:
     """`plan` with every decision on a line of its own, nothing folded."""
     rows = [("tier", "tensor", "layer", "bytes", "wait", "leave", "gone", "back", "needed", "why")]
     for decision in decisions(plan):
-        migration, tensor = decision.migration, decision.tensor
-        sites: tuple[str, ...] = ("", "", "", "")
-        if migration:
-            places = (migration.leave, migration.gone, migration.back, migration.needed)
-            sites = tuple(str(place) for place in places)
+        tensor, chosen = decision.tensor, decision.migration or decision.host_update
         rows.append(
             (
-                _tier(migration.tier if migration else None, bool(migration and migration.clean)),
+                _place(decision),
                 tensor.name,
                 tensor.layer,
                 format_nbytes(tensor.nbytes),
                 format_ns(decision.stall_ns) if decision.stall_ns else "",
-                sites[0],
-                sites[1],
-                sites[2],
-                sites[3],
-                migration.reason if migration else "",
+                *_sites(decision),
+                chosen.reason if chosen else "",
             )
         )
     return "\n".join([*_head(plan), "", *aligned(rows, "<<<>>>>>>")])
@@ -58,6 +52,8 @@ def _head(plan: Plan) -> list[str]:
     stalls = top_stalls(plan)
     if stalls:
         lines.append(f"Waits  {', '.join(stalls)}")
+    if plan.host_updates:
+        lines.append(f"Update {hosted_line(plan)}")
     caption = "Memory on the device: █ with the plan, ░ without it, --- budget"
     return [*lines, "", caption, *memory_chart(plan)]
 
@@ -98,6 +94,21 @@ def _speed(link: Link | None) -> str:
     return f"{format_bandwidth(link.out_bytes_per_s)}, {format_bandwidth(link.back_bytes_per_s)}"
 
 
+def _place(decision: Decision) -> str:
+    if decision.host_update:
+        return _HOSTED
+    migration = decision.migration
+    return _tier(migration.tier, migration.clean) if migration else _KEPT
+
+
+def _sites(decision: Decision) -> tuple[str, str, str, str]:
+    """Sites of leaving and coming back; of an update on the host, those of its bucket."""
+    m, h = decision.migration, decision.host_update
+    if m:
+        return str(m.leave), str(m.gone), str(m.back), str(m.needed)
+    return (str(h.flush), str(h.gone), str(h.back), str(h.needed)) if h else ("", "", "", "")
+
+
 def _tier(tier: Tier | None, clean: bool) -> str:
     if tier is None:
         return _KEPT
@@ -108,7 +119,7 @@ def _row_table(rows: Sequence[Row]) -> list[str]:
     table = [("where", "what", "", "bytes", "wait", "when", "why")]
     table += [
         (
-            _tier(row.tier, row.clean),
+            _HOSTED if row.hosted else _tier(row.tier, row.clean),
             row_label(row),
             f"{TIMES}{row.num_tensors}" if row.num_tensors > 1 else "",
             format_nbytes(row.nbytes),
@@ -138,6 +149,7 @@ def plan_json(plan: Plan, *, everything: bool = False) -> dict[str, object]:
         "prediction": prediction,
         "num_tensors": len(names),
         "num_migrations": len(plan.migrations),
+        "num_host_updates": len(plan.host_updates),
         "rows": [asdict(row) for row in fold(plan)],
     }
     if everything:
@@ -146,4 +158,5 @@ def plan_json(plan: Plan, *, everything: bool = False) -> dict[str, object]:
             | asdict(m)
             for m in plan.migrations
         ]
+        facts["host_updates"] = [asdict(h) for h in plan.host_updates]
     return facts

@@ -9,7 +9,7 @@ from teraplan.report.table import shorten
 from teraplan.step_trace import Tensor, TensorKind
 from teraplan.units import format_nbytes, format_ns
 
-__all__ = ["Fold", "covered", "layer_fold", "plan_banner", "step_line", "top_stalls"]
+__all__ = ["Fold", "covered", "hosted_line", "layer_fold", "plan_banner", "step_line", "top_stalls"]
 
 _PLURALS = {
     TensorKind.ACTIVATION: "activations",
@@ -42,6 +42,8 @@ def plan_banner(plan: Plan) -> str:
     stalls = top_stalls(plan)
     if stalls:
         lines.append(f"  waits    {', '.join(stalls)}")
+    if plan.host_updates:
+        lines.append(f"  update   {hosted_line(plan)}")
     return "\n".join(lines)
 
 
@@ -49,6 +51,8 @@ def covered(plan: Plan) -> str:
     """How many tensors of which kind move, as one sentence."""
     tensors = plan.trace.tensors
     moved = {migration.tensor_id for migration in plan.migrations}
+    if not moved and plan.host_updates:
+        return f'{hosted_line(plan)}; policy "{plan.policy}" on {_device(plan)}'
     if not moved:
         return f"nothing moves, all {len(tensors)} tensors of the step stay on {_device(plan)}"
     kinds = Counter(tensors[tensor_id].kind for tensor_id in moved)
@@ -56,6 +60,17 @@ def covered(plan: Plan) -> str:
     return (
         f"{len(moved)} of {len(tensors)} tensors move ({words}); "
         f'policy "{plan.policy}" on {_device(plan)}'
+    )
+
+
+def hosted_line(plan: Plan) -> str:
+    """How many updates run on the host, and the bytes of parameters that they update."""
+    updates, tensors = plan.trace.updates, plan.trace.tensors
+    hosted = [updates[h.update] for h in plan.host_updates]
+    nbytes = sum(tensors[i].nbytes for update in hosted for i in update.parameters)
+    return (
+        f"{len(hosted)} of {len(updates)} updates run on the host's cores, "
+        f"{format_nbytes(nbytes)} of parameters"
     )
 
 
@@ -71,7 +86,12 @@ def step_line(plan: Plan) -> str:
     """Predicted time of the step beside the ideal."""
     step_ns, ideal_ns = plan.prediction.step_ns, plan.prediction.ideal_ns
     waiting_ns = step_ns - ideal_ns
-    if waiting_ns <= 0:
+    if waiting_ns < 0:
+        return (
+            f"{format_ns(step_ns)} predicted, {format_ns(-waiting_ns)} less than with all updates "
+            f"on a device of unlimited memory"
+        )
+    if waiting_ns == 0:
         return f"{format_ns(step_ns)} predicted, all of it computation (the ideal)"
     percent = f"+{100 * waiting_ns / ideal_ns:.1f} %" if ideal_ns else "ideal unknown"
     gap = plan.prediction.gap

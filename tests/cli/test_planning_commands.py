@@ -55,6 +55,50 @@ def test_from_no_hardware_to_a_simulated_plan(tmp_path: Path, capsys: Captured) 
     assert main(["simulate", trace, plan, "--hardware", "rtx-4090:host=0:ssd=0"]) == 2
 
 
+def test_updates_on_the_host_are_shown_drawn_and_compared(tmp_path: Path, capsys: Captured) -> None:
+    plain, hosted = tmp_path / "plain.json", tmp_path / "hosted.json"
+    trace = str(tmp_path / "t.json")
+    for path, machine in ((plain, "h100-nvl"), (hosted, "h100-nvl:cores=published")):
+        if path is plain:
+            assert main(["trace", *LIBRARY, "--hardware", machine, "-o", trace]) == 0
+        arguments = [
+            "plan",
+            trace,
+            "--hardware",
+            machine,
+            "--device-budget",
+            "30%",
+            "-o",
+            str(path),
+        ]
+        assert main(arguments) == 0
+    made = read_plan(hosted)
+    assert made.host_updates
+    assert made.prediction.step_ns < read_plan(plain).prediction.step_ns
+    capsys.readouterr()
+    assert main(["show", str(hosted)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{len(made.host_updates)} of {len(made.trace.updates)} updates run on the" in shown
+    assert main(["show", str(hosted), "--all"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("host cores")]
+    count = sum(len(made.trace.updates[h.update].tensor_ids) for h in made.host_updates)
+    assert len(lines) == count
+    assert main(["diff", str(plain), str(hosted)]) in (0, 1)
+    assert "update on the host" in capsys.readouterr().out
+    assert main(["timeline", str(hosted), "-o", str(tmp_path / "t.json")]) == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    done = [event for event in events if event.get("cat") == "update"]
+    assert len(done) == len(made.host_updates)
+    assert sum(event["dur"] for event in done) * 1000 <= made.prediction.step_ns
+    capsys.readouterr()
+    write_trace(made.trace, tmp_path / "t.json")
+    assert main(["simulate", str(tmp_path / "t.json"), str(hosted), "--json"]) == 0
+    assert loaded(capsys)["prediction"]["step_ns"] == made.prediction.step_ns
+    arguments = ["simulate", str(tmp_path / "t.json"), str(hosted), "--hardware", "h100-nvl"]
+    assert main(arguments) == 2
+    assert "no host_cores" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_has_exit_code_1(trace: str, tmp_path: Path, capsys: Captured) -> None:
     arguments = ["plan", trace, "--hardware", "h200", "-o", str(tmp_path / "p.json")]
     assert main([*arguments, "--device-budget", "1MiB", "--json"]) == 1

@@ -19,9 +19,12 @@ from teraplan.errors import (
     PlanMismatchError,
     StorageUnusableError,
     TeraplanError,
+    UnsupportedError,
 )
+from teraplan.plan_file import write_plan
 from tests.end_to_end.conftest import forget_everything
 from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run, training, unlimited
+from tests.planning.test_host_updates import hosted
 
 QUICK = {"kernels": "aot_eager", "profile_steps": 1}
 _MOST_FRAMES = 6
@@ -39,6 +42,12 @@ def ours(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of our code that a traceback shows."""
     frames = traceback.extract_tb(error.__traceback__)
     return [f for f in frames if re.search(r"/(teraplan|passes|runtime)/\w+\.py$", f.filename)]
+
+
+def test_a_plan_with_updates_on_the_host_is_refused(tmp_path: Path) -> None:
+    write_plan(hosted(), tmp_path / "plan.json")
+    with pytest.raises(UnsupportedError, match=r"plan.json: 1 updates run on the host's cores"):
+        call({"plan": str(tmp_path / "plan.json")})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 from teraplan.hardware import Hardware
 from teraplan.memory_curve import fixed_curve, managed_curve
 from teraplan.plan import Migration
-from teraplan.simulate import Simulator
+from teraplan.simulator import Simulator
 from teraplan.step_trace import StepTrace
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from teraplan.check_plan import ViolationKind, check_plan, require_valid
+from teraplan.check_plan import check_plan, require_valid
 from teraplan.errors import InvalidPlanError
 from teraplan.hardware import Tier
 from teraplan.memory_curve import device_curve, least_budget, peak
@@ -13,6 +13,7 @@ from teraplan.plan import Migration, Plan
 from teraplan.planners import make_plan
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace, TensorKind
+from teraplan.violations import ViolationKind
 from tests.planning.synthetic import budgets, gpt_trace, machine
 
 

@@ -88,7 +88,7 @@ def set_at(path: str, value: object) -> Callable[[Any], None]:
 
 CHANGES: list[tuple[str, object, str]] = [
     ("schema", "other", r'schema: is "other", expected "teraplan.plan"'),
-    ("schema_version", 3, "schema_version: is 3, this teraplan reads 1, 2"),
+    ("schema_version", 4, "schema_version: is 4, this teraplan reads 1, 2, 3"),
     ("surprise", 1, 'unknown field "surprise"'),
     ("policy", 3, "policy: is 3, expected a string"),
     ("budgets/device_bytes", -1, r"budgets.device_bytes: is -1, expected 0 to"),
@@ -210,6 +210,20 @@ def test_migrations_are_one_per_line(plan_path: Path) -> None:
     plan = read_plan(plan_path)
     named = [line for line in lines if '"tensor": "g0.c0/' in line]
     assert len(named) == len(plan.migrations)
+
+
+def test_reads_version_2() -> None:
+    folder = Path(__file__).parents[1] / "compat"
+    plan, runs = read_runs(folder / "runs_v2.json")
+    assert read_plan(folder / "plan_v2.json") == plan
+    assert read_trace(folder / "trace_v2.json") == plan.trace
+    assert check_plan(plan) == ()
+    assert plan.hardware.device_port is not None
+    assert plan.hardware.host_cores is None
+    assert plan.prediction.bound_ns > 0
+    assert {tensor.changed_in for tensor in plan.trace.tensors} == {(0,)}
+    assert (plan.host_updates, plan.trace.updates) == ((), ())
+    assert len(runs) == 1
 
 
 def test_reads_version_1() -> None:

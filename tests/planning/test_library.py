@@ -99,9 +99,32 @@ def test_machines_have_sources_and_come_back_from_files(name: str, tmp_path: Pat
     assert machine_named(f"{name}:ssd=0:host=0").hardware.host_link is None
 
 
+def test_cores_of_hosts_are_named_or_given(tmp_path: Path) -> None:
+    published = machine_named("h100-nvl:cores=published")
+    assert published.hardware.host_cores is not None
+    # 1.69 G parameters per second, of Adam: 28 bytes each
+    assert published.hardware.host_cores.update_bytes_per_s == 47_320_000_000
+    assert "Deep Optimizer States" in published.sources["host_cores"]
+    given = machine_named("gh200:cores=40GB").hardware.host_cores
+    assert given is not None
+    assert given.update_bytes_per_s == 40 * GB
+    assert machine_named("h100-nvl").hardware.host_cores is None
+    assert machine_named("h100-nvl:host=0:cores=40GB").hardware.host_cores is None
+    write_machine(published, tmp_path / "machine.json")
+    assert read_machine(tmp_path / "machine.json") == published
+
+
+def test_reads_version_1_of_hardware_files() -> None:
+    old = read_machine(Path(__file__).parents[1] / "compat" / "hardware_v1.json")
+    assert old == machine_named("rtx-4090:ssd=2")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("gh200:cores=published", "no rate of updates on its cores is published"),
+        ("h200:cores=0", "cores that update nothing"),
+        ("h200:cores=many", "is not a size"),
         ("h100", 'machine "h100" is not one of .* did you mean "h'),
         ("h200:ssd=13", '"ssd=13" is not understood'),
         ("h200:gpu=2", '"gpu=2" is not understood'),

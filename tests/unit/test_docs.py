@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from teraplan import plan_file, run_file, trace_file
-from teraplan.hardware import Budgets, Hardware, Link
-from teraplan.plan import Migration, Prediction
+from teraplan.hardware import Budgets, Hardware, HostCores, Link
+from teraplan.plan import HostUpdate, Migration, Prediction
 from teraplan.run_record import RunRecord
-from teraplan.step_trace import Fingerprint, Tensor, TensorKind
+from teraplan.step_trace import Fingerprint, Tensor, TensorKind, Update
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("bench/*.md")])
@@ -29,14 +29,15 @@ def fields_of(*classes: type) -> set[str]:
 
 
 def test_trace_document_names_every_field() -> None:
-    wanted = fields_of(Fingerprint, Tensor) | {kind.value for kind in TensorKind}
+    wanted = fields_of(Fingerprint, Tensor, Update) | {kind.value for kind in TensorKind}
     wanted |= {"kind", "backward", "graph", "call", "tensor", "duration_ns", "workspace_bytes"}
     wanted |= {"state_bytes", "graph_names", "sites", "tensors", "trace", "fingerprint"}
     assert wanted <= words_in_code("trace-file.md")
 
 
 def test_plan_document_names_every_field() -> None:
-    wanted = fields_of(Migration, Prediction, Budgets, Hardware, Link, RunRecord)
+    wanted = fields_of(Migration, HostUpdate, Prediction, Budgets, Hardware, HostCores, Link)
+    wanted |= fields_of(RunRecord)
     assert wanted <= words_in_code("plan-file.md") | {"tier"}
 
 
