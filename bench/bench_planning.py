@@ -4,6 +4,7 @@
     python -m bench.bench_planning grid       models x machines x budgets
     python -m bench.bench_planning small      the same with one or two layers, every policy
     python -m bench.bench_planning speed      planning time and memory, 1 k to 1 M sites
+    python -m bench.bench_planning published  what others have measured, beside the simulator
 
 All of it is simulated; the machine that this runs on matters for planning times alone.
 """
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from bench.planning_cases import AMPLE, MACHINES, Case, grid_cases, paper_cases
+from bench.published import published
 from bench.results import FOLDER, write_results
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.hardware import Budgets
@@ -170,9 +172,9 @@ def _plot(rows: Sequence[dict[str, object]], path: Path) -> None:
 
 
 def main() -> None:
-    """Runs one of the four, or all."""
+    """Runs one of the five, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("paper", "grid", "small", "speed")
+    kinds = ("paper", "grid", "small", "speed", "published")
     parser.add_argument("what", nargs="?", choices=kinds, default=None)
     parser.add_argument("--policies", default=None, help="with commas; all if not given")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of `paper`")
@@ -192,6 +194,8 @@ def main() -> None:
             write_results(f"planning_{what}_{name}", _grid(cases, policies or fitting))
     if options.what in (None, "speed"):
         write_results("planning_speed", _speed(options.largest))
+    if options.what in (None, "published"):
+        write_results("planning_published", published())
 
 
 if __name__ == "__main__":

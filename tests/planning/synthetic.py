@@ -1,6 +1,8 @@
 """Synthetic steps: what a trace of a GPT-like model looks like, at any number of sites."""
 
 from teraplan.hardware import Budgets, Hardware, Link
+from teraplan.plan import HostUpdate, Migration, Plan
+from teraplan.simulate import predict
 from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
 from teraplan.units import GIB, MIB
 
@@ -109,3 +111,22 @@ def machine(
 def budgets(device_bytes: int, host_bytes: int = 1 << 50, storage_bytes: int = 1 << 50) -> Budgets:
     """Budgets that leave the other tiers open unless said."""
     return Budgets(device_bytes=device_bytes, host_bytes=host_bytes, storage_bytes=storage_bytes)
+
+
+def plan_of(
+    trace: StepTrace,
+    hardware: Hardware,
+    limits: Budgets,
+    migrations: tuple[Migration, ...],
+    host_updates: tuple[HostUpdate, ...] = (),
+) -> Plan:
+    """A plan with these moves and what the simulator says of them."""
+    return Plan(
+        policy="test",
+        budgets=limits,
+        hardware=hardware,
+        trace=trace,
+        migrations=migrations,
+        prediction=predict(trace, hardware, migrations, host_updates),
+        host_updates=host_updates,
+    )

@@ -14,7 +14,7 @@ from teraplan.planners import make_plan
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace, TensorKind
 from teraplan.violations import ViolationKind
-from tests.planning.synthetic import budgets, gpt_trace, machine
+from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +169,7 @@ def move(leave: int, needed: int, clean: bool) -> Migration:
 
 
 def of_parameter(trace: StepTrace, *migrations: Migration) -> Plan:
-    return Plan(
-        policy="by hand",
-        budgets=budgets(100),
-        hardware=machine(),
-        trace=trace,
-        migrations=migrations,
-        prediction=predict(trace, machine(), migrations),
-    )
+    return plan_of(trace, machine(), budgets(100), migrations)
 
 
 def test_a_parameter_is_clean_until_it_changes() -> None:

@@ -24,7 +24,7 @@ from teraplan.simulate import simulate
 from teraplan.step_trace import StepTrace, TensorKind, Update
 from teraplan.trace_file import read_trace, write_trace
 from teraplan.violations import ViolationKind
-from tests.planning.synthetic import budgets, machine
+from tests.planning.synthetic import budgets, machine, plan_of
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.updating import layers_step, updating_machines, updating_steps
 
@@ -122,35 +122,15 @@ def test_a_parameter_that_the_host_updates_is_clean_there() -> None:
     done = simulate(trace, hardware, (away,), (h,))
     # the copy is the one that the host updated: no bytes beside those of the update
     assert done.host_peak_bytes == 150
-    plan = make_plan(trace, hardware, budgets(10**6))
-    assert check_plan(finished(plan, (away,), (h,))) == ()
-    alone = finished(plan, (away,), ())
+    limit = budgets(10**6)
+    assert check_plan(plan_of(trace, hardware, limit, (away,), (h,))) == ()
+    alone = plan_of(trace, hardware, limit, (away,))
     assert {v.kind for v in check_plan(alone)} == {ViolationKind.CLEAN}
-
-
-def finished(
-    plan: Plan, migrations: tuple[Migration, ...], host_updates: tuple[HostUpdate, ...]
-) -> Plan:
-    """The plan with these moves in the place of its own, and what the simulator says of them."""
-    done = simulate(plan.trace, plan.hardware, migrations, host_updates)
-    said = replace(
-        plan.prediction,
-        step_ns=done.step_ns,
-        device_peak_bytes=done.device_peak_bytes,
-        managed_peak_bytes=done.managed_peak_bytes,
-        host_peak_bytes=done.host_peak_bytes,
-        storage_peak_bytes=done.storage_peak_bytes,
-        out_bytes=done.out_bytes,
-        back_bytes=done.back_bytes,
-        stall_ns=done.stall_ns,
-        bound_ns=0,
-    )
-    return replace(plan, migrations=migrations, host_updates=host_updates, prediction=said)
 
 
 def hosted() -> Plan:
     trace, hardware = one_update(), with_cores(one_byte_per_ns(), 1.0)
-    return finished(make_plan(trace, hardware, budgets(10**6)), (), (placed(),))
+    return plan_of(trace, hardware, budgets(10**6), (), (placed(),))
 
 
 def test_the_plan_of_the_example_holds() -> None:

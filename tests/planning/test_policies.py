@@ -25,9 +25,8 @@ from teraplan.planners.base import Problem
 from teraplan.planners.coarse import coarsen
 from teraplan.planners.rules import read_rules
 from teraplan.planners.stall_driven import plan_by_stalls
-from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
-from tests.planning.synthetic import budgets, gpt_trace, machine
+from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.traces import machines, traces
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -154,17 +153,9 @@ def test_plans_of_coarse_steps_hold(
     assert (coarse.problem.device >= 0).all()
     migrations = coarse.expand(plan_by_stalls(coarse.problem))
     plan = make_plan(trace, hardware, limit)
-    made = predict(trace, hardware, migrations)
-    held = Plan(
-        policy="coarse",
-        budgets=limit,
-        hardware=hardware,
-        trace=trace,
-        migrations=migrations,
-        prediction=made,
-    )
+    held = plan_of(trace, hardware, limit, migrations)
     assert check_plan(held) == ()
-    assert plan.prediction.bound_ns <= made.step_ns
+    assert plan.prediction.bound_ns <= held.prediction.step_ns
 
 
 @quick
@@ -180,15 +171,7 @@ def test_the_policy_in_the_documents_works(
     limit = budgets(between(trace, part))
     problem = Problem.of(trace, hardware, limit)
     migrations = names["plan_by_size"](problem)
-    plan = Plan(
-        policy="by-size",
-        budgets=limit,
-        hardware=hardware,
-        trace=trace,
-        migrations=migrations,
-        prediction=predict(trace, hardware, migrations),
-    )
-    assert check_plan(plan) == ()
+    assert check_plan(plan_of(trace, hardware, limit, migrations)) == ()
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
