@@ -23,7 +23,7 @@ _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
 """Of what the process took beyond its budget, so much is held back. It is faster to move more than
 to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
-_CALIBRATED_AFTER = 4
+_CALIBRATED_AFTER = 5
 """Steps under one plan after which predicted and actual times are compared."""
 
 

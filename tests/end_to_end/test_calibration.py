@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from teraplan.run_record import RunRecord
-from teraplan.runtime.feedback import learn
+from teraplan.runtime.feedback import Lesson, learn
 from teraplan.runtime.session import Session
 from tests.end_to_end.training import MLP, Run, run, sessions, training
 
@@ -28,9 +28,15 @@ def _make_out(session: Session, slower: float) -> int:
     (case,) = session.cases.values()
     assert case.schedule is not None
     took_ns = int(case.schedule.plan.prediction.step_ns * slower)
-    case.runs = [_with_duration(case.runs[-1], took_ns)] * 4
+    case.runs = [_with_duration(case.runs[-1], took_ns)] * 5
     case.calibrated, case.slowdown = False, 1.0
     return took_ns
+
+
+def _lesson(session: Session, *, beyond_bytes: int = 0) -> Lesson:
+    (case,) = session.cases.values()
+    budget = session.device_budget_bytes()
+    return learn(case, session.plans, peak_bytes=budget + beyond_bytes, budget_bytes=budget)
 
 
 def _with_duration(record: RunRecord, duration_ns: int) -> RunRecord:
@@ -39,13 +45,11 @@ def _with_duration(record: RunRecord, duration_ns: int) -> RunRecord:
 
 def test_predictions_follow_what_planned_steps_take() -> None:
     def check(session: Session) -> None:
-        (case,) = session.cases.values()
         took_ns = _make_out(session, 10.0)
-        plan = learn(case, session.plans, peak_bytes=0, budget_bytes=1).plan
+        plan = _lesson(session).plan
         assert plan is not None
         assert 0.9 * took_ns < plan.prediction.step_ns < 1.1 * took_ns
-        again = learn(case, session.plans, peak_bytes=0, budget_bytes=1)
-        assert again.plan is None, "once is enough"
+        assert _lesson(session).plan is None, "once is enough"
 
     _after_training(check)
 
@@ -74,8 +78,31 @@ def test_a_right_prediction_stays() -> None:
     def check(session: Session) -> None:
         (case,) = session.cases.values()
         _make_out(session, 1.02)
-        assert learn(case, session.plans, peak_bytes=0, budget_bytes=1).plan is None
+        assert _lesson(session).plan is None
         assert case.calibrated
         assert case.slowdown == 1.0
+
+    _after_training(check)
+
+
+def test_the_first_step_under_a_plan_is_no_measure() -> None:
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        took_ns = _make_out(session, 1.02)
+        case.runs[0] = _with_duration(case.runs[0], 10 * took_ns)
+        case.runs[1] = _with_duration(case.runs[1], 10 * took_ns)
+        assert _lesson(session).plan is None
+
+    _after_training(check)
+
+
+def test_what_is_taken_beyond_the_budget_is_held_back() -> None:
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        case.corrections = case.reserve_bytes = 0
+        _lesson(session)
+        assert case.corrections == 0
+        assert _lesson(session, beyond_bytes=1000).peak_starts_anew
+        assert case.reserve_bytes >= 1250
 
     _after_training(check)
