@@ -1,11 +1,14 @@
 """How fast training goes when parameters, gradients and optimizer state do not fit the budget.
 
-    python -m bench.bench_training_state --help
+    python -m bench.bench_training_state [--rounds 7] [--percents 100 75 50 35 20]
 
-Each point runs in a process of its own: the step rate of unlimited memory, then that of budgets in
-per cent of the training state. Writes a table and a picture. With `--budget`, one point: how much
-the process grows from the construction of the model to the last step, the compiler's own code left
-out.
+A GPT with AdamW under plain Inductor and under device budgets in per cent of its training state,
+with everything in them, activations too; a process each, one step each in turn. Writes a table, a
+picture, and how many tokens a step needs for a rate by the break-even formula of
+docs/training-state.md.
+
+With `--budget`, one point: how much the process grows from the construction of the model to the
+last step, the compiler's own code left out.
 """
 
 import argparse
@@ -13,75 +16,107 @@ import importlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.results import write_results
+import torch
 
-FRACTIONS = (1.0, 0.75, 0.5, 0.35, 0.25)
+from bench.contender import Contender
+from bench.models.gpt import GPT, GPTConfig
+from bench.race import race
+from bench.results import write_results
+from teraplan.hardware import Link
+from teraplan.units import format_nbytes, format_ns
+
+PERCENTS = (100, 75, 50, 35, 20)
+_UNLIMITED = "inductor"
+_ASKED_RATE = 0.90
+_STATES_PER_PARAMETER = 4
+"""Parameter, gradient and two moments."""
+_WARMUP_STEPS = 11
+"""Graphs, memory, times, and four planned steps after which the plan is made anew."""
 
 
 def main() -> None:
-    """Run all points, or one of them."""
+    """Compare rates, or run one point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=512, help="length of a sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences in a step")
+    parser.add_argument("--batch", type=int, default=1, help="sequences in a micro-batch")
+    parser.add_argument("--accumulate", type=int, default=4, help="micro-batches in a step")
     parser.add_argument("--kernels", default="inductor")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block")
-    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--storage", default="", help="directory of the spill file")
-    parser.add_argument("--fractions", type=float, nargs="*", default=list(FRACTIONS))
+    parser.add_argument("--percents", type=int, nargs="*", default=list(PERCENTS))
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=int, default=0, help="one point only: bytes")
-    parser.add_argument("--unlimited", action="store_true", help="one point only")
-    parser.add_argument("--output", type=Path, default=Path("bench/results/training_state"))
-    parser.add_argument("--record", default="", help="one point only: name to write it down under")
+    parser.add_argument("--steps", type=int, default=8, help="of one point")
+    parser.add_argument("--record", default="", help="name to write the result down under")
     options = parser.parse_args()
-    if options.budget or options.unlimited:
+    if options.budget:
         result = point(options)
         print(json.dumps(result))
         if options.record:
             write_results(options.record, result)
         return
-    table = [spawn("--unlimited")]
-    for fraction in options.fractions:
-        budget = int(fraction * table[0]["training_state_bytes"]) + table[0]["beside_bytes"]
-        table.append(spawn("--budget", str(budget)) | {"fraction": fraction})
-    show(table, options.output)
+    compare_rates(options)
 
 
-def spawn(*arguments: str) -> dict[str, Any]:
-    """The result of one point, measured in a fresh process."""
-    command = [sys.executable, "-m", "bench.bench_training_state", *sys.argv[1:], *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    print(json.dumps(result))
-    return result
+def compare_rates(options: argparse.Namespace) -> None:
+    """One step of each budget in turn; prints, draws and writes down."""
+    from teraplan.runtime.links import storage_link
+    from teraplan.runtime.storage import default_directory
+
+    config = model_config(options)
+    state_bytes = training_state_bytes(config)
+    common: dict[str, Any] = {
+        "model": asdict(config),
+        "batch_size": options.batch,
+        "accumulate": options.accumulate,
+        "warmup_steps": _WARMUP_STEPS,
+    }
+    contenders = [Contender(name=_UNLIMITED, **common)]
+    for percent in options.percents:
+        settings = run_settings(options, state_bytes * percent // 100)
+        name = f"{percent} %"
+        contenders.append(Contender(name=name, backend="teraplan", options=settings, **common))
+    results = race(contenders, options.rounds)
+    link = storage_link([Path(options.storage) if options.storage else default_directory()])
+    tokens = options.tokens * options.batch * options.accumulate
+    unlimited_ns = results[_UNLIMITED]["median_step_ns"]
+    for name, result in results.items():
+        if name != _UNLIMITED:
+            result["tokens_for_rate"] = tokens_for_rate(
+                _ASKED_RATE,
+                written_bytes=result["status"]["state_written_bytes"],
+                read_bytes=result["status"]["state_read_bytes"],
+                link=link,
+                compute_ns_per_token=unlimited_ns / tokens,
+            )
+    print(rate_table(results, state_bytes))
+    print(f"{tokens} tokens per step; the last column: enough for {_ASKED_RATE} by the formula")
+    data = {
+        "model": asdict(config),
+        "tokens_per_step": tokens,
+        "accumulate": options.accumulate,
+        "rounds": options.rounds,
+        "training_state_bytes": state_bytes,
+        "link": asdict(link),
+        "results": results,
+        "command": command(),
+    }
+    path = write_results(options.record or "training_state_rate", data)
+    draw_rates(results, options.percents, tokens, path.with_suffix(".png"))
 
 
-def point(options: argparse.Namespace) -> dict[str, Any]:
-    """Train for some steps under one budget."""
-    import torch
-
-    import teraplan
-    from bench.models.gpt import GPT, GPTConfig, batch
-    from teraplan.runtime import process_memory
-
-    importlib.import_module("teraplan.backend")  # the compiler: its code is not training's memory
-    torch.set_num_threads(os.cpu_count() or 1)
-    budget = options.budget or 1 << 40
-    settings: dict[str, object] = {"device_budget": budget, "profile_steps": 1}
-    settings["kernels"] = options.kernels
-    if options.storage:
-        settings["storage"] = [options.storage]
-    before = process_memory.resident_bytes()
-    watch = process_memory.PeakWatch()
-    config = GPTConfig(
+def model_config(options: argparse.Namespace) -> GPTConfig:
+    """The GPT that was asked for, 64 channels to a head."""
+    return GPTConfig(
         vocab_size=options.vocabulary,
         width=options.width,
         num_layers=options.layers,
@@ -89,6 +124,103 @@ def point(options: argparse.Namespace) -> dict[str, Any]:
         context=options.tokens,
         checkpoint=options.checkpoint,
     )
+
+
+def run_settings(options: argparse.Namespace, budget_bytes: int) -> dict[str, object]:
+    """What `model.compile` is given; the state moves even where it would just fit."""
+    settings: dict[str, object] = {"device_budget": budget_bytes, "training_state": "moves"}
+    settings["kernels"] = options.kernels
+    if options.storage:
+        settings["storage"] = [options.storage]
+    return settings
+
+
+def training_state_bytes(config: GPTConfig) -> int:
+    """Parameters, gradients and the two moments of AdamW."""
+    with torch.device("meta"):
+        return _STATES_PER_PARAMETER * sum(p.nbytes for p in GPT(config).parameters())
+
+
+def tokens_for_rate(
+    rate: float, *, written_bytes: int, read_bytes: int, link: Link, compute_ns_per_token: float
+) -> int:
+    """Tokens in a step from which on it has `rate` of the unlimited one, with nothing overlapped.
+
+    A step of T tokens takes T c, and T c + t_io where all transfers are waited for.
+    """
+    io_ns = 1e9 * (written_bytes / link.out_bytes_per_s + read_bytes / link.back_bytes_per_s)
+    return round(rate / (1 - rate) * io_ns / compute_ns_per_token)
+
+
+def rate_table(results: dict[str, dict[str, Any]], state_bytes: int) -> str:
+    """One line per contender."""
+    columns = ("budget", "step", "rate", "predicted", "off", "peak", "pred. peak", "off")
+    columns += ("process", "written", "read", "waits", "tokens")
+    rows = [" " * 10 + "".join(f"{column:>11}" for column in columns)]
+    for name, result in results.items():
+        step_ns, status = result["median_step_ns"], result["status"]
+        cells = [format_nbytes(status["device_budget_bytes"]), format_ns(step_ns)]
+        cells.append(f"{result['relative_rate']:.3f}")
+        if name == _UNLIMITED:
+            cells[0] = "-"
+            cells += ["-"] * 5 + [format_nbytes(result["peak_bytes"])]
+        else:
+            peak, predicted = status["actual_peak_bytes"], status["predicted_peak_bytes"]
+            cells += [
+                format_ns(status["predicted_step_ns"]),
+                f"{status['predicted_step_ns'] / step_ns - 1:+.1%}",
+                format_nbytes(peak),
+                format_nbytes(predicted),
+                f"{predicted / peak - 1:+.1%}",
+                format_nbytes(result["peak_bytes"]),
+                format_nbytes(status["state_written_bytes"]),
+                format_nbytes(status["state_read_bytes"]),
+                format_ns(status["state_wait_ns"]),
+                str(result["tokens_for_rate"]),
+            ]
+        rows.append(f"{name:10}" + "".join(f"{cell:>11}" for cell in cells))
+    rows.append(f"training state {format_nbytes(state_bytes)}")
+    return "\n".join(rows)
+
+
+def draw_rates(
+    results: dict[str, dict[str, Any]], percents: list[int], tokens: int, path: Path
+) -> None:
+    """Rate against budget as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+    axes = figure.subplots()
+    rates = [results[f"{percent} %"]["relative_rate"] for percent in percents]
+    axes.plot(percents, rates, marker="o", label=f"{tokens} tokens per step")
+    axes.axhline(1, color="grey", linestyle="--", label="unlimited memory")
+    axes.set_xlabel("device budget, % of the training state")
+    axes.set_ylabel("step rate, of unlimited memory")
+    axes.set_ylim(0, 1.1)
+    axes.invert_xaxis()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, format="png", dpi=120)
+    print(f"drawn to {path.name}")
+
+
+def command() -> str:
+    """What was called."""
+    return " ".join(["python -m bench.bench_training_state", *sys.argv[1:]])
+
+
+def point(options: argparse.Namespace) -> dict[str, Any]:
+    """Train for some steps under one budget."""
+    import teraplan
+    from bench.models.gpt import batch
+    from teraplan.runtime import process_memory
+
+    importlib.import_module("teraplan.backend")  # the compiler: its code is not training's memory
+    torch.set_num_threads(os.cpu_count() or 1)
+    settings = run_settings(options, options.budget) | {"profile_steps": 1}
+    before = process_memory.resident_bytes()
+    watch = process_memory.PeakWatch()
+    config = model_config(options)
     torch.manual_seed(0)
     with torch.device("meta"):
         model = GPT(config)
@@ -128,7 +260,7 @@ def point(options: argparse.Namespace) -> dict[str, Any]:
         "kernel_written_bytes": statistics.median(traffic[-3:]),
         "read_bytes": status.state_read_bytes,
         "loss": losses[-1],
-        "command": " ".join(["python -m bench.bench_training_state", *sys.argv[1:]]),
+        "command": command(),
     }
 
 
@@ -152,35 +284,6 @@ def written_bytes() -> int:
     """What the kernel has counted for this process as written to storage."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
-
-
-def show(table: list[dict[str, Any]], output: Path) -> None:
-    """Print the points, and draw rate against budget."""
-    unlimited = table[0]["step_s"]
-    for row in table:
-        print(
-            f"{row.get('fraction', 0) * 100:5.0f} %  {row['budget_bytes'] / 2**20:8.0f} MiB  "
-            f"{row['step_s']:7.2f} s  rate {unlimited / row['step_s']:.3f}  "
-            f"peak {row['peak_bytes'] / 2**20:8.0f} MiB  "
-            f"written {row['written_bytes'] / 1e6:8.0f} MB  read {row['read_bytes'] / 1e6:8.0f} MB"
-        )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print("no picture: matplotlib is not installed")
-        return
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    points = table[1:]
-    rates = [unlimited / p["step_s"] for p in points]
-    axes.plot([100 * p["fraction"] for p in points], rates, "o-")
-    axes.set_xlabel("device budget beside activations, % of the training state")
-    axes.set_ylabel("step rate, of unlimited memory")
-    axes.set_ylim(0, 1.1)
-    axes.invert_xaxis()
-    axes.grid(alpha=0.3)
-    figure.savefig(output.with_suffix(".png"), dpi=120, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 python -m bench.contender '{"backend": "teraplan", "options": {"device_budget": "2GiB"}, ...}'
 
 Reads one line per step from standard input and answers each with one line of JSON: the step's time,
-its loss as hexadecimal, the peak of the process since the last answer. Answers once by itself after
-the warm-up. On "end" it answers with teraplan's status and ends.
+its loss as hexadecimal, the peak of the process since the warm-up, and how much of that is growth
+since before the model. Answers once by itself after the warm-up. On "end" it answers with
+teraplan's status and ends.
 """
 
 import dataclasses
@@ -32,9 +33,14 @@ class Contender:
     options: dict[str, object] | None = None
     model: dict[str, object] = dataclasses.field(default_factory=dict[str, object])
     batch_size: int = 4
+    accumulate: int = 1
+    """Micro-batches in a step, of `batch_size` sequences each."""
     warmup_steps: int = 6
     disk_hooks: bool = False
     """Write every saved tensor to disk and read it back, with PyTorch's own hooks."""
+    interpreter: str = sys.executable
+    module: str = "bench.contender"
+    """What is run in it; another one understands the same and answers the same."""
 
 
 def main() -> None:
@@ -45,27 +51,30 @@ def main() -> None:
     model = gpt.build(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model.compile(backend=contender.backend, options=contender.options)
-    data = gpt.batch(config, contender.batch_size)
+    data = [gpt.batch(config, contender.batch_size, n) for n in range(contender.accumulate)]
 
     def step() -> dict[str, object]:
         start_ns = time.perf_counter_ns()
-        with _hooks(contender):
-            loss = model(*data)
-        loss.backward()
+        value = 0.0
+        for micro_batch in data:
+            with _hooks(contender):
+                loss = model(*micro_batch)
+            loss.backward()
+            value += loss.item()
         optimizer.step()
         optimizer.zero_grad()
-        value = loss.item()
         elapsed = time.perf_counter_ns() - start_ns
         return {"step_ns": elapsed, "loss": value.hex()}
 
     for _ in range(contender.warmup_steps):
         step()
-    process_memory.reset_peak()
+    watch = process_memory.PeakWatch()
     _answer({"ready": True})
     for line in sys.stdin:
         if line.strip() == "end":
             break
-        _answer(step() | {"peak_bytes": process_memory.peak_bytes() - before})
+        answer, peak = step(), watch.nbytes
+        _answer(answer | {"peak_bytes": peak - before, "process_peak_bytes": peak})
     _answer({"status": dataclasses.asdict(teraplan.status())})
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import statistics
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,12 @@ class Runner:
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.contender", json.dumps(dataclasses.asdict(contender))],
+            [
+                contender.interpreter,
+                "-m",
+                contender.module,
+                json.dumps(dataclasses.asdict(contender)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -80,6 +84,7 @@ def race(contenders: Sequence[Contender], rounds: int) -> dict[str, dict[str, An
             "min_step_ns": min(runner.step_ns),
             "relative_rate": statistics.median(rates),
             "peak_bytes": max(answer["peak_bytes"] for answer in runner.answers),
+            "process_peak_bytes": max(a["process_peak_bytes"] for a in runner.answers),
             "losses": [answer["loss"] for answer in runner.answers],
             "status": last["status"],
         }

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from teraplan.hardware import Budgets
-from teraplan.run_record import RunRecord
+from teraplan.run_record import TRAINING_STATE, RunRecord
 from teraplan.runtime.recorder import Signature, StepRecorder
 from teraplan.runtime.schedule import Schedule
 from teraplan.step_trace import StepTrace
@@ -35,12 +35,16 @@ class Case:
     number: int
     memory: MemoryProfile | None = None
     durations_ns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    waits_for_state_ns: list[int] = field(default_factory=list[int])
+    """For training state that moves, in each of the steps whose durations were measured."""
     schedule: Schedule | None = None
     budgets: Budgets | None = None
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
     slowdown: float = 1.0
     """Times of the computation in planned steps over those in the measured ones."""
+    planned_wait_for_state_ns: int | None = None
+    """For training state that moves, in planned steps; None if these have shown no other."""
     calibrated: bool = False
     """True once predicted and actual times have been compared."""
     corrections: int = 0
@@ -71,10 +75,13 @@ class Case:
             )
         elif self.memory is not None and self.memory.signature == signature:
             self.durations_ns.append(recorder.durations_ns())
+            waits = recorder.waits_for_state()
+            self.waits_for_state_ns.append(sum(wait.duration_ns for wait in waits))
         else:
             self.attempts += 1
             self.memory = None
             self.durations_ns.clear()
+            self.waits_for_state_ns.clear()
         self.last = recorder
 
     def calibrate(self) -> bool:
@@ -89,12 +96,27 @@ class Case:
             run.duration_ns - sum(stall.duration_ns for stall in run.stalls) for run in runs
         )
         took_ns = statistics.median(run.duration_ns for run in runs)
-        if abs(plan.prediction.step_ns / took_ns - 1) <= _AS_PREDICTED:
+        predicted_ns = plan.prediction.step_ns + self.predicted_wait_for_state_ns
+        if abs(predicted_ns / took_ns - 1) <= _AS_PREDICTED:
             return False
+        self.planned_wait_for_state_ns = int(statistics.median(map(_wait_for_state_ns, runs)))
         measured_ns = min((sum(durations) for durations in self.durations_ns), default=0)
         if measured_ns:
             self.slowdown = computed_ns / measured_ns
         return measured_ns > 0
+
+    @property
+    def predicted_wait_for_state_ns(self) -> int:
+        """How long a step will wait for training state that moves, beside what its plan says.
+
+        Which tensors come and go follows from the step before, so it is what steps like this have
+        waited: the fastest measured one, and later planned ones.
+        """
+        if self.planned_wait_for_state_ns is not None:
+            return self.planned_wait_for_state_ns
+        totals = (sum(durations) for durations in self.durations_ns)
+        waits = zip(totals, self.waits_for_state_ns, strict=True)
+        return min(waits, default=(0, 0))[1]
 
     def trace(self, *, torch_version: str, kernels: str) -> StepTrace:
         """The measured step: memory of the one step, times of the fastest of the others.
@@ -113,3 +135,7 @@ class Case:
             torch_version=torch_version,
             kernels=kernels,
         )
+
+
+def _wait_for_state_ns(run: RunRecord) -> int:
+    return sum(stall.duration_ns for stall in run.stalls if stall.tensor == TRAINING_STATE)

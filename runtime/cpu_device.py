@@ -183,6 +183,9 @@ class CpuDevice(Device):
         process_memory.reset_peak()
         return peak
 
+    def waited_beside_ns(self) -> int:
+        return self._beside.waited_ns if self._beside is not None else 0
+
     def make_room(self, nbytes: int) -> None:
         if self._limit_bytes is None:
             self._trim()

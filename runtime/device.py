@@ -58,6 +58,8 @@ class Beside(Protocol):
     """On the device now."""
     peak_bytes: int
     """The most on the device since somebody has set it."""
+    waited_ns: int
+    """Time that computing has waited for it."""
 
     @property
     def total_bytes(self) -> int:
@@ -117,6 +119,10 @@ class Device(ABC):
             headroom_bytes: what it may hold more for a while, and what it is to hold less where
                 little is in use, so that other code has room between two sites.
         """
+
+    def waited_beside_ns(self) -> int:
+        """Time that computing has waited so far for what `keeps_beside` was told of."""
+        return 0
 
     def make_room(self, nbytes: int) -> None:
         """Other code is about to take `nbytes` at once: give free memory back that is in its way.

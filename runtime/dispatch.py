@@ -72,8 +72,9 @@ def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
     call = _current()
     call.table = parse_table(table)
     call.session.device.attach()
-    _enter_training_state(call.session.engine.training_state)
     call.number = call.session.enter_forward(call.table, call.shapes)
+    # Afterwards: what is to leave in a step follows from the memory that the state gets for it.
+    _enter_training_state(call.session.engine.training_state)
     return _chain(anchor)
 
 

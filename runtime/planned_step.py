@@ -19,7 +19,11 @@ def run_record(
     transfers: tuple[TransferRecord, ...],
 ) -> RunRecord:
     """What happened in step number `step`, for which a plan had been made from `trace`."""
-    stalls = (*engine.mover.stalls, *_device_stalls(engine.device, recorder))
+    stalls = (
+        *engine.mover.stalls,
+        *_device_stalls(engine.device, recorder),
+        *recorder.waits_for_state(),
+    )
     return RunRecord(
         step=step,
         duration_ns=recorder.total_ns(),

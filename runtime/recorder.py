@@ -1,7 +1,8 @@
 """Writes down one step as it runs, and makes a StepTrace of it.
 
 At every site the engine calls `arrive` first and `leave` last. What lies between is the engine's
-own doing (waits, copies) and counts for neither the time nor the memory of the computation.
+own doing (waits, copies) and counts for neither the time nor the memory of the computation. Nor do
+waits for training state that moves, which lie between sites.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from teraplan.run_record import TRAINING_STATE, StallRecord
 from teraplan.runtime.device import Device
 from teraplan.runtime.saved import Saved
 from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
@@ -44,6 +46,8 @@ class StepRecorder:
         self._keys: list[SiteKey] = []
         self._arrived: list[object] = []
         self._left: list[object] = []
+        self._waited: list[int] = []
+        """Time waited for training state until each site was reached."""
         self._managed: list[int] = []
         """Bytes of managed tensors resident after each site."""
         self._peaks: list[int] = []
@@ -52,6 +56,7 @@ class StepRecorder:
         self.start_mark = device.mark()
         self.start_ns = time.perf_counter_ns()
         self._end_mark: object = None
+        self._waited_at_end = 0
         self._sites_at_end = -1
         self._last_peak = 0
 
@@ -71,6 +76,7 @@ class StepRecorder:
         self._keys.append(key)
         self._arrived.append(mark)
         self._left.append(mark)  # and so it stays if what follows fails
+        self._waited.append(self._device.waited_beside_ns())
         self._managed.append(self._managed[-1] if self._managed else 0)
         if self.measure_memory:
             self._peaks.append(self._device.take_peak())
@@ -95,14 +101,18 @@ class StepRecorder:
 
         That is loading data, evaluation, a checkpoint.
         """
-        self._end_mark = self._device.mark()
         self._sites_at_end = self.num_sites
+        self._note_end()
 
     def finish(self) -> None:
         """The step is over."""
         if self._sites_at_end != self.num_sites:
-            self._end_mark = self._device.mark()
+            self._note_end()
         self._last_peak = self._device.take_peak() if self.measure_memory else 0
+
+    def _note_end(self) -> None:
+        self._end_mark = self._device.mark()
+        self._waited_at_end = self._device.waited_beside_ns()
 
     def signature(self) -> Signature:
         """What must be equal in two steps for their measurements to be of the same thing."""
@@ -111,10 +121,27 @@ class StepRecorder:
     def durations_ns(self) -> tuple[int, ...]:
         """Computation in each interval."""
         ends = [*self._arrived[1:], self._end_mark]
+        waits = self._waits_for_state_ns()
         return tuple(
-            max(0, self._device.elapsed_ns(left, end))
-            for left, end in zip(self._left, ends, strict=True)
+            max(0, self._device.elapsed_ns(left, end) - waited_ns)
+            for left, end, waited_ns in zip(self._left, ends, waits, strict=True)
         )
+
+    def waits_for_state(self) -> Iterator[StallRecord]:
+        """Those of an interval as one, which is said to begin when the interval does."""
+        waits = self._waits_for_state_ns()
+        for site, (start_ns, waited_ns) in enumerate(
+            zip(self.site_starts_ns(), waits, strict=True)
+        ):
+            if waited_ns:
+                yield StallRecord(
+                    site=site, tensor=TRAINING_STATE, start_ns=start_ns, duration_ns=waited_ns
+                )
+
+    def _waits_for_state_ns(self) -> list[int]:
+        """Of each interval; while the engine is at work at a site, nothing waits for state."""
+        ends = [*self._waited[1:], self._waited_at_end]
+        return [end - begin for begin, end in zip(self._waited, ends, strict=True)]
 
     def workspaces_bytes(self) -> tuple[int, ...]:
         """Peak of each interval beside state and managed tensors; only if memory was measured."""

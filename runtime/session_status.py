@@ -76,15 +76,17 @@ def _of_plan(session: "Session") -> dict[str, object]:
     assert case is not None
     assert case.schedule is not None
     plan = case.schedule.plan
-    prediction = plan.prediction
+    prediction, state = plan.prediction, session.keeper.state
+    moving_bytes = state.step_bytes if state is not None else 0
+    moving_peak_bytes = min(moving_bytes, session.keeper.limit_bytes)
     paths = {what: session.reports.path(what, case.number) for what in ("plan", "trace", "run")}
     return {
         "state_bytes": plan.trace.state_bytes,
-        "unlimited_peak_bytes": prediction.unlimited_peak_bytes,
-        "predicted_peak_bytes": prediction.device_peak_bytes,
+        "unlimited_peak_bytes": prediction.unlimited_peak_bytes + moving_bytes,
+        "predicted_peak_bytes": prediction.device_peak_bytes + moving_peak_bytes,
         "predicted_managed_peak_bytes": prediction.managed_peak_bytes,
         "ideal_step_ns": prediction.ideal_ns,
-        "predicted_step_ns": prediction.step_ns,
+        "predicted_step_ns": prediction.step_ns + case.predicted_wait_for_state_ns,
         "actual_peak_bytes": session.actual_peak_bytes(),
         **{
             f"{what}_path": str(path) if path is not None and path.exists() else ""

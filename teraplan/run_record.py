@@ -27,12 +27,16 @@ class TransferRecord:
     end_ns: int
 
 
+TRAINING_STATE = "training state"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StallRecord:
     """One wait of the computation for a transfer."""
 
     site: int
     tensor: str
+    """Its name; `TRAINING_STATE` for all parameters, gradients and optimizer state that move."""
     start_ns: int
     duration_ns: int
 

@@ -40,12 +40,14 @@ class Status:
     unlimited_peak_bytes: int = -1
     predicted_peak_bytes: int = -1
     actual_peak_bytes: int = -1
-    """Measured by the device, since the plan came into force."""
+    """Measured by the device, since the plan came into force; moving training state is in it, and
+    in the two above."""
     predicted_managed_peak_bytes: int = -1
     managed_peak_bytes: int = -1
     """Counted by the engine in the last step."""
     ideal_step_ns: int = -1
     predicted_step_ns: int = -1
+    """Waits for moving training state are those that steps like it have had."""
     actual_step_ns: int = -1
     """Median of the last planned steps."""
     stall_ns: int = -1

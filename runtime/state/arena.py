@@ -14,6 +14,7 @@ import ctypes
 import os
 import threading
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -115,6 +116,22 @@ class StateArena:
             if writes:
                 block.changed = True
             self._in_memory.move_to_end(block)
+
+    def bring_all(self, blocks: Iterable[Block]) -> None:
+        """Start bringing back those that are away: all of `blocks` are about to be used at once."""
+        blocks = list(blocks)
+        with self.lock:
+            self._settle()
+            for block in blocks:  # none has to make room for another
+                block.uses += 1
+                block.leaving = False
+            try:
+                for block in blocks:
+                    if block.place is Place.STORAGE:
+                        self._start_back(block, urgent=True)
+            finally:
+                for block in blocks:
+                    block.uses -= 1
 
     def done(self, block: Block, *, leaves: bool) -> None:
         """The use is over; `leaves`: it is to leave before its next one."""

@@ -175,6 +175,12 @@ class TrainingState:
             self._leaves = departures(arena.timeline.past, arena.sizes, arena.limit_bytes)
         self._num_gradients = 0
 
+    @property
+    def step_bytes(self) -> int:
+        """All that the step before has used, wherever it was."""
+        arena = self.arena
+        return sum(arena.sizes[key] for key in set(arena.timeline.past))
+
     # -- what compiled graphs call ---------------------------------------------------------------
 
     def acquire(self, parameter: torch.Tensor) -> None:
@@ -217,6 +223,7 @@ class TrainingState:
         """Within this the tensors are in memory."""
         found = [self.arena.block_of(tensor) for tensor in tensors]
         blocks = [block for block in found if block is not None]
+        self.arena.bring_all(blocks)
         for block in blocks:
             self.arena.use(block, writes=writes and block.key[0] is not TensorKind.GRADIENT)
         try:

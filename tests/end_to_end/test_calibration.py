@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from teraplan.run_record import RunRecord
+from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
 from teraplan.runtime.feedback import Lesson, learn
 from teraplan.runtime.session import Session
 from tests.end_to_end.training import MLP, Run, run, sessions, training
@@ -50,6 +50,22 @@ def test_predictions_follow_what_planned_steps_take() -> None:
         assert plan is not None
         assert 0.9 * took_ns < plan.prediction.step_ns < 1.1 * took_ns
         assert _lesson(session).plan is None, "once is enough"
+
+    _after_training(check)
+
+
+def test_predictions_follow_what_planned_steps_wait_for_training_state() -> None:
+    """Computation is as predicted, and half of each step is waiting."""
+
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        took_ns = _make_out(session, 2.0)
+        wait = StallRecord(site=0, tensor=TRAINING_STATE, start_ns=0, duration_ns=took_ns // 2)
+        case.runs = [dataclasses.replace(record, stalls=(wait,)) for record in case.runs]
+        computed_ns = sum(min(case.durations_ns, key=sum))
+        assert _lesson(session).plan is not None
+        assert case.predicted_wait_for_state_ns == took_ns // 2
+        assert case.slowdown == pytest.approx((took_ns - took_ns // 2) / computed_ns)
 
     _after_training(check)
 

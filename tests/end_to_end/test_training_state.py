@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import teraplan
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, UnsupportedError
+from teraplan.run_record import TRAINING_STATE
 from teraplan.runtime.cpu_device import CpuDevice
 from tests.end_to_end.moving import (
     DEPTH,
@@ -45,6 +46,29 @@ NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in O
 @pytest.mark.parametrize("name", NAMES)
 def test_optimizers(name: str) -> None:
     check(training(OPTIMIZERS[name]))
+
+
+def test_waits_for_state_are_told_apart_from_computation() -> None:
+    last = run_moving(training(adamw)).final
+    (session,) = [s for s in sessions() if s.keeper.state is not None]
+    case, state = session.active, session.keeper.state
+    assert case is not None
+    assert case.schedule is not None
+    assert state is not None
+    prediction = case.schedule.plan.prediction
+    assert last.predicted_step_ns == prediction.step_ns + case.predicted_wait_for_state_ns
+    assert last.predicted_step_ns > prediction.step_ns
+    assert last.predicted_peak_bytes == prediction.device_peak_bytes + state.arena.limit_bytes
+    assert last.unlimited_peak_bytes >= prediction.unlimited_peak_bytes + 4 * WIDTH * WIDTH * DEPTH
+    for record in case.runs:
+        waits = [s.duration_ns for s in record.stalls if s.tensor == TRAINING_STATE]
+        assert 0 < sum(waits) < record.duration_ns
+    recorder = session.engine.recorder
+    assert recorder is not None
+    recorder.finish()
+    waited_ns = sum(wait.duration_ns for wait in recorder.waits_for_state())
+    assert waited_ns > 0
+    assert sum(recorder.durations_ns()) + waited_ns <= recorder.total_ns()
 
 
 @pytest.mark.slow

@@ -52,6 +52,23 @@ def test_what_is_away_is_read_at_its_address(arena: StateArena) -> None:
         assert torch.equal(tensor, torch.full_like(tensor, float(number)))
 
 
+def test_what_is_needed_together_comes_together(arena: StateArena) -> None:
+    blocks = [filled(arena, number)[1] for number in range(12)]
+    for block in blocks:
+        arena.use(block)
+        arena.done(block, leaves=True)
+    here = next(block for block in blocks if block.place is Place.MEMORY)
+    away = [block for block in blocks if block.place is Place.STORAGE][:3]
+    assert len(away) == 3
+    arena.bring_all([here, *away])
+    assert here.place is Place.MEMORY
+    assert all(block.place is Place.COMING for block in away)
+    for block in (here, *away):
+        arena.use(block)
+    assert arena.held_bytes <= 4 * MIB
+    assert arena.overrun_bytes == 0
+
+
 def test_unchanged_bytes_are_written_once(arena: StateArena) -> None:
     tensors = [filled(arena, number) for number in range(12)]
     for _ in range(3):
