@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=128, help="length of a sequence")
     parser.add_argument("--batch", type=int, default=2, help="sequences in a step")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--percents", type=int, nargs="*", default=[50, 25])
     parser.add_argument("--settings", nargs="*", default=list(_SETTINGS), choices=list(_SETTINGS))
     options = parser.parse_args()
@@ -74,6 +75,7 @@ def main() -> None:
             "deepspeed": "measured" if interpreter else "not installed: no interpreter named",
             "model": asdict(config),
             "batch_size": options.batch,
+            "threads": options.threads,
             "rounds": options.rounds,
             "results": results,
             "command": " ".join(["python -m bench.bench_deepspeed", *sys.argv[1:]]),
@@ -118,6 +120,7 @@ def _theirs(
         options=dict(setting),
         model=asdict(config),
         batch_size=options.batch,
+        threads=options.threads,
         warmup_steps=_THEIRS_WARMUP_STEPS,
         interpreter=interpreter,
         module="bench.deepspeed_training",
@@ -138,6 +141,7 @@ def _ours(config: GPTConfig, options: argparse.Namespace) -> list[Contender]:
             },
             model=asdict(config),
             batch_size=options.batch,
+            threads=options.threads,
             warmup_steps=_OURS_WARMUP_STEPS,
         )
         for percent in options.percents

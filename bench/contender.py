@@ -36,6 +36,8 @@ class Contender:
     accumulate: int = 1
     """Micro-batches in a step, of `batch_size` sequences each."""
     warmup_steps: int = 6
+    threads: int = dataclasses.field(default_factory=torch.get_num_threads)
+    """That compute."""
     disk_hooks: bool = False
     """Write every saved tensor to disk and read it back, with PyTorch's own hooks."""
     interpreter: str = sys.executable
@@ -47,6 +49,7 @@ def main() -> None:
     """Warm up, then step on demand."""
     contender = Contender(**json.loads(sys.argv[1]))
     config = gpt.GPTConfig(**contender.model)  # type: ignore[arg-type]
+    torch.set_num_threads(contender.threads)
     before = process_memory.resident_bytes()
     model = gpt.build(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -10,6 +10,7 @@ one disk.
 
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-os.environ |= {"LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+os.environ |= {"LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+with socket.create_server(("127.0.0.1", 0)) as server:  # several may run at once
+    os.environ["MASTER_PORT"] = str(server.getsockname()[1])
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ninja is there
 
 import deepspeed  # type: ignore[import-not-found]
@@ -32,7 +35,7 @@ def main() -> None:
     """Warm up, then step on demand."""
     contender = json.loads(sys.argv[1])
     options = contender["options"]
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(contender["threads"])
     before = _status_bytes("VmRSS")
     config = gpt.GPTConfig(**contender["model"])
     with tempfile.TemporaryDirectory(dir=options["storage"]) as folder:

@@ -346,7 +346,8 @@ class Session:
             return
         least, most = self.plans.needs(case)
         budget = self.device_budget_bytes()
-        self.keeper.share_out(budget, max(least, min(most, (budget + least) // 2)))
+        other = max(least, min(most, (budget + least) // 2))
+        self.keeper.share_out(budget, max(other, budget - self.keeper.step_bytes))
         self.plans.reserved_bytes = self.keeper.limit_bytes
         self._budget_bytes = budget - self.keeper.limit_bytes
 

@@ -76,8 +76,7 @@ def _of_plan(session: "Session") -> dict[str, object]:
     assert case is not None
     assert case.schedule is not None
     plan = case.schedule.plan
-    prediction, state = plan.prediction, session.keeper.state
-    moving_bytes = state.step_bytes if state is not None else 0
+    prediction, moving_bytes = plan.prediction, session.keeper.step_bytes
     moving_peak_bytes = min(moving_bytes, session.keeper.limit_bytes)
     paths = {what: session.reports.path(what, case.number) for what in ("plan", "trace", "run")}
     return {

@@ -69,6 +69,11 @@ class StateKeeper:
         return self.state.arena.limit_bytes if self.state is not None else 0
 
     @property
+    def step_bytes(self) -> int:
+        """What moves, all in memory at once: more than that would be of no use."""
+        return self.state.step_bytes if self.state is not None else 0
+
+    @property
     def update_bytes(self) -> int | None:
         """What the update of one parameter needs beside its state; None if nothing moves."""
         return TEMPORARIES * self._largest_bytes if self.moves else None

@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.graph_table import MIN_SLOT_BYTES
+from teraplan.runtime.pages import round_up
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.departures import departures
@@ -177,9 +178,11 @@ class TrainingState:
 
     @property
     def step_bytes(self) -> int:
-        """All that the step before has used, wherever it was."""
-        arena = self.arena
-        return sum(arena.sizes[key] for key in set(arena.timeline.past))
+        """What a step has alive at the end of its backward, wherever it is."""
+        blocks = list(self.arena.blocks.values())
+        lasting = sum(b.nbytes for b in blocks if b.key[0] is not TensorKind.GRADIENT)
+        trained = (p for p in self._watched if p.requires_grad)
+        return lasting + sum(round_up(span_nbytes(p)) for p in trained)
 
     # -- what compiled graphs call ---------------------------------------------------------------
 

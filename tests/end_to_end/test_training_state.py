@@ -48,6 +48,13 @@ def test_optimizers(name: str) -> None:
     check(training(OPTIMIZERS[name]))
 
 
+def test_state_gets_no_more_memory_than_it_needs() -> None:
+    """Of a budget that is ample, the rest is left to activations."""
+    last = run_moving(training(adamw), budget=64 << 20).final
+    assert last.moving_state_budget_bytes == 4 * 4 * WIDTH * WIDTH * DEPTH
+    assert last.state_written_bytes == last.state_read_bytes == 0
+
+
 def test_waits_for_state_are_told_apart_from_computation() -> None:
     last = run_moving(training(adamw)).final
     (session,) = [s for s in sessions() if s.keeper.state is not None]
@@ -59,7 +66,8 @@ def test_waits_for_state_are_told_apart_from_computation() -> None:
     assert last.predicted_step_ns == prediction.step_ns + case.predicted_wait_for_state_ns
     assert last.predicted_step_ns > prediction.step_ns
     assert last.predicted_peak_bytes == prediction.device_peak_bytes + state.arena.limit_bytes
-    assert last.unlimited_peak_bytes >= prediction.unlimited_peak_bytes + 4 * WIDTH * WIDTH * DEPTH
+    moving_bytes = 4 * 4 * WIDTH * WIDTH * DEPTH
+    assert last.unlimited_peak_bytes == prediction.unlimited_peak_bytes + moving_bytes
     for record in case.runs:
         waits = [s.duration_ns for s in record.stalls if s.tensor == TRAINING_STATE]
         assert 0 < sum(waits) < record.duration_ns

@@ -53,10 +53,8 @@ def test_what_is_away_is_read_at_its_address(arena: StateArena) -> None:
 
 
 def test_what_is_needed_together_comes_together(arena: StateArena) -> None:
-    blocks = [filled(arena, number)[1] for number in range(12)]
-    for block in blocks:
-        arena.use(block)
-        arena.done(block, leaves=True)
+    tensors = [filled(arena, number) for number in range(12)]
+    blocks = [block for _, block in tensors]
     here = next(block for block in blocks if block.place is Place.MEMORY)
     away = [block for block in blocks if block.place is Place.STORAGE][:3]
     assert len(away) == 3
