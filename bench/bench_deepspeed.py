@@ -106,7 +106,7 @@ def _theirs(
 ) -> Contender:
     with torch.device("meta"):
         sizes = [p.numel() for p in GPT(config).parameters()]
-    setting = dict(_SETTINGS[name])
+    setting: dict[str, object] = dict(_SETTINGS[name])
     moving = sum(size > _PERSISTENT_ELEMENTS for size in sizes)
     setting["param_slots"] = setting["param_slots"] or moving
     setting |= {
@@ -117,7 +117,7 @@ def _theirs(
     }
     return Contender(
         name=f"DeepSpeed, {name}",
-        options=dict(setting),
+        options=setting,
         model=asdict(config),
         batch_size=options.batch,
         threads=options.threads,

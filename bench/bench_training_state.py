@@ -172,8 +172,8 @@ def tokens_for_rate(
 
 def rate_table(results: dict[str, dict[str, Any]], state_bytes: int) -> str:
     """One line per contender."""
-    columns = ("budget", "step", "rate", "predicted", "off", "peak", "pred. peak", "off")
-    columns += ("process", "written", "read", "waits", "tokens")
+    columns = ["budget", "step", "rate", "predicted", "off", "peak", "pred. peak", "off"]
+    columns += ["process", "written", "read", "waits", "tokens"]
     rows = [" " * 10 + "".join(f"{column:>11}" for column in columns)]
     for name, result in results.items():
         step_ns, status = result["median_step_ns"], result["status"]

@@ -1,7 +1,12 @@
-"""Runs contenders in turns, one step each, so that what the machine does hits all of them alike."""
+"""Runs contenders in turns, one step each, so that what the machine does hits all of them alike.
+
+A contender whose turn it is not is stopped (SIGSTOP): some have threads that spin, some would still
+be writing.
+"""
 
 import dataclasses
 import json
+import signal
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -38,6 +43,7 @@ class Runner:
         """The contender's last words."""
         self._tell("end")
         last = self._read()
+        self._process.send_signal(signal.SIGCONT)
         self._process.wait(timeout=60)
         return last
 
@@ -48,6 +54,7 @@ class Runner:
 
     def _tell(self, what: str) -> None:
         assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(what + "\n")
         self._process.stdin.flush()
 
@@ -56,6 +63,7 @@ class Runner:
         for line in self._process.stdout:
             if line.startswith("@"):
                 answer: dict[str, Any] = json.loads(line[1:])
+                self._process.send_signal(signal.SIGSTOP)
                 return answer
         raise SystemExit(f"{self.contender.name} ended without an answer")
 
