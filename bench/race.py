@@ -47,6 +47,11 @@ class Runner:
         self._process.wait(timeout=60)
         return last
 
+    def kill(self) -> None:
+        """End it if it has not ended, stopped or not."""
+        self._process.kill()
+        self._process.wait()
+
     @property
     def step_ns(self) -> list[int]:
         """Times of the steps so far."""
@@ -73,7 +78,17 @@ def race(contenders: Sequence[Contender], rounds: int) -> dict[str, dict[str, An
 
     The ratio is the median over rounds of the first's step time over this one's in the same round.
     """
-    runners = []
+    runners: list[Runner] = []
+    try:
+        return _race(runners, contenders, rounds)
+    finally:
+        for runner in runners:
+            runner.kill()
+
+
+def _race(
+    runners: list[Runner], contenders: Sequence[Contender], rounds: int
+) -> dict[str, dict[str, Any]]:
     for contender in contenders:
         print(f"  warming up: {contender.name}", flush=True)
         runners.append(Runner(contender))
