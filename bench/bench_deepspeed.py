@@ -69,6 +69,7 @@ def main() -> None:
     peers = [results[contender.name] for contender in theirs if interpreter]
     best = min(peers, key=lambda result: result["median_step_ns"], default=None)
     print(table(results, best))
+    arguments = ["PYTHON" if word == options.deepspeed else word for word in sys.argv[1:]]
     write_results(
         "deepspeed",
         {
@@ -78,7 +79,7 @@ def main() -> None:
             "threads": options.threads,
             "rounds": options.rounds,
             "results": results,
-            "command": " ".join(["python -m bench.bench_deepspeed", *sys.argv[1:]]),
+            "command": " ".join(["python -m bench.bench_deepspeed", *arguments]),
         },
     )
 
