@@ -4,7 +4,9 @@ Plain Inductor, teraplan with a budget that needs no offload, teraplan under 50 
 state and so much of the rest of the unlimited peak), activation checkpointing, and every saved
 tensor on the same disk by PyTorch's hooks. One step each in turn; ratios are medians over rounds.
 
-    python -m bench.bench_step_rate [--rounds 7] [--quick] [--no-peers]
+    python -m bench.bench_step_rate [--rounds 7] [--quick] [--no-peers] [--beside teraio]
+
+`--beside` asks another question: how fast are the plans of our policy and of another one, really?
 """
 
 import argparse
@@ -35,31 +37,37 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--no-peers", action="store_true", help="without the other methods")
+    parser.add_argument("--beside", metavar="POLICY", help="only our policy's plans and this one's")
     wanted = parser.parse_args()
     model = QUICK if wanted.quick else MODEL
     common: dict[str, Any] = {"model": model, "batch_size": wanted.batch_size}
 
-    def ours(name: str, budget: object) -> Contender:
-        options = {"device_budget": budget}
+    def ours(name: str, budget: object, policy: str = "teraplan") -> Contender:
+        options = {"device_budget": budget, "policy": policy}
         return Contender(name=name, backend="teraplan", options=options, **common)
 
     print("measuring the unlimited peak")
     status = race([ours("unlimited", "1000%")], 1)["unlimited"]["status"]
     state, peak = status["state_bytes"], status["unlimited_peak_bytes"]
     shares = {share: state + (peak - state) * share // 100 for share in (50, 30)}
+    policies = ["teraplan", wanted.beside] if wanted.beside else ["teraplan"]
     contenders = [
         Contender(name="inductor", **common),
         ours("teraplan, ample", "1000%"),
-        *(ours(f"teraplan, {share} %", budget) for share, budget in shares.items()),
+        *(
+            ours(f"{policy}, {share} %", budget, policy)
+            for share, budget in shares.items()
+            for policy in policies
+        ),
     ]
-    if not wanted.no_peers:
+    if not wanted.no_peers and not wanted.beside:
         recomputing: dict[str, Any] = common | {"model": model | {"checkpoint": True}}
         contenders.append(Contender(name="checkpointing", **recomputing))
         contenders.append(Contender(name="hooks to disk", disk_hooks=True, **common))
     results = race(contenders, wanted.rounds)
     print(_table(results, state))
     write_results(
-        "step_rate",
+        f"step_rate_beside_{wanted.beside}" if wanted.beside else "step_rate",
         {
             "model": model,
             "batch_size": wanted.batch_size,
