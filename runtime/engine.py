@@ -7,8 +7,9 @@ runs in the opposite order and needs it last.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,6 +24,28 @@ from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.tokens import key_of, make_token
 from teraplan.step_trace import SiteKind
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _at_work(
+    op: Callable[Concatenate["Engine", _P], _R],
+) -> Callable[Concatenate["Engine", _P], _R]:
+    """While `op` runs, nothing else changes what is saved.
+
+    The lock's own `with`, since an interrupt can come between taking a lock and entering the block
+    of any context manager that is written in Python.
+    """
+
+    @wraps(op)
+    def run(engine: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with engine._lock:
+            result = op(engine, *args, **kwargs)
+        engine._forget_released()
+        return result
+
+    return run
 
 
 class Engine:
@@ -90,78 +113,68 @@ class Engine:
         self._call = -1
         self.mover.begin_step()
 
+    @_at_work
     def enter(self, table: GraphTable) -> int:
         """A forward graph begins; returns the number of its call."""
-        with self._at_work():
-            self._call += 1
-            self._act(self._arrive((SiteKind.ENTER, table.graph, self._call, False, None)))
-            self._leave()
-            return self._call
+        self._call += 1
+        self._act(self._arrive((SiteKind.ENTER, table.graph, self._call, False, None)))
+        self._leave()
+        return self._call
 
+    @_at_work
     def enter_backward(self, token: torch.Tensor, table: GraphTable) -> None:
         """The backward of a forward graph begins."""
-        with self._at_work():
-            call = self._view(token).call
-            self._act(self._arrive((SiteKind.ENTER, table.graph, call, True, None)))
-            self._leave()
+        call = self._view(token).call
+        self._act(self._arrive((SiteKind.ENTER, table.graph, call, True, None)))
+        self._leave()
 
+    @_at_work
     def save(self, x: torch.Tensor, table: GraphTable, call: int, slot: int) -> torch.Tensor:
         """`x` has had its last use in the forward; returns the token that stands for it."""
-        with self._at_work():
-            storage = x.untyped_storage()
-            saved = self._by_storage.get(storage._cdata)
-            if saved is None or not self._holds(saved, x, call):
-                saved = self._add(x, storage, table, call, slot)
-            saved.tokens += 1
-            key, token = make_token(self)
-            byte_offset = int(x.storage_offset()) * x.element_size()
-            self._views[key] = View(saved, byte_offset, call, table.graph)
-            number = self._number_of(saved)
-            self._act(self._arrive((SiteKind.SAVE, table.graph, call, False, number)))
-            self._leave()
-            return token
+        storage = x.untyped_storage()
+        saved = self._by_storage.get(storage._cdata)
+        if saved is None or not self._holds(saved, x, call):
+            saved = self._add(x, storage, table, call, slot)
+        saved.tokens += 1
+        key, token = make_token(self)
+        byte_offset = int(x.storage_offset()) * x.element_size()
+        self._views[key] = View(saved, byte_offset, call, table.graph)
+        number = self._number_of(saved)
+        self._act(self._arrive((SiteKind.SAVE, table.graph, call, False, number)))
+        self._leave()
+        return token
 
+    @_at_work
     def need(
         self, token: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """The tensor that `token` stands for, on the device."""
-        with self._at_work():
-            view = self._view(token)
-            saved = view.saved
-            number = self._number_of(saved)
-            self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))
-            self._bring(saved)
-            saved.check_version()
-            saved.in_use += 1
-            assert saved.tensor is not None
-            storage = saved.tensor.untyped_storage()
-            offset = (saved.offset + view.byte_offset) // dtype.itemsize
-            result = torch.empty(0, dtype=dtype, device=saved.tensor.device)
-            result.set_(storage, offset, size, stride)
-            self._leave()
-            return result
+        view = self._view(token)
+        saved = view.saved
+        number = self._number_of(saved)
+        self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))
+        self._bring(saved)
+        saved.check_version()
+        saved.in_use += 1
+        assert saved.tensor is not None
+        storage = saved.tensor.untyped_storage()
+        offset = (saved.offset + view.byte_offset) // dtype.itemsize
+        result = torch.empty(0, dtype=dtype, device=saved.tensor.device)
+        result.set_(storage, offset, size, stride)
+        self._leave()
+        return result
 
+    @_at_work
     def done(self, token: torch.Tensor) -> None:
         """The tensor that `token` stands for has had its last use."""
-        with self._at_work():
-            key = key_of(token)
-            view = self._view(token)
-            view.saved.in_use -= 1
-            number = self._number_of(view.saved)
-            site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
-            self._use_up(key)
-            self._act(site)
-            self._leave()
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Within this, nothing else changes what is saved.
-
-        A generator, since an interrupt right after the lock was taken ends it, and frees the lock.
-        """
-        with self._lock:
-            yield
-        self._forget_released()
+        key = key_of(token)
+        view = self._view(token)
+        view.saved.in_use -= 1
+        number = self._number_of(view.saved)
+        site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
+        self._use_up(key)
+        self._act(site)
+        self._leave()
 
     def drop_all(self) -> None:
         """Forget every saved activation: their backward will not run."""
@@ -186,12 +199,17 @@ class Engine:
         self._forget_released()
 
     def _forget_released(self) -> None:
-        while self._released and self._lock.acquire(blocking=False):
-            try:
+        while self._released:
+            locked: list[bool] = []
+            try:  # in one call, so that no interrupt comes between taking the lock and knowing it
+                locked.extend(map(self._lock.acquire, (False,)))
+                if not locked[0]:
+                    return
                 while self._released:
                     self._use_up(self._released.popleft())
             finally:
-                self._lock.release()
+                if locked == [True]:
+                    self._lock.release()
 
     def _use_up(self, key: int) -> None:
         """A token has been used up, or there will be no backward for it."""

@@ -1,0 +1,79 @@
+"""An interrupt (Ctrl-C) inside of the engine's own code never leaves its lock taken.
+
+Also while somebody keeps the exception, and with it every frame that it came through.
+"""
+
+import dis
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+from teraplan.runtime import engine as engine_module
+from teraplan.runtime.device import Device
+from teraplan.runtime.engine import Engine
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
+FILES = (str(engine_module.__file__), "contextlib.py")
+CHECKED_AFTER = {"RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+"""Instructions after which the interpreter looks for signals."""
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt where the interpreter looks for signals for the `at`-th time."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self._last: dict[FrameType, int] = {}
+
+    @property
+    def came(self) -> bool:
+        return self._left <= 0
+
+    def __enter__(self) -> None:
+        sys.settrace(self._trace)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, argument: object) -> "TraceFunction | None":
+        if not frame.f_code.co_filename.endswith(FILES):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            last, self._last[frame] = self._last.get(frame), frame.f_lasti
+            if last is not None and dis.opname[frame.f_code.co_code[last]] in CHECKED_AFTER:
+                self._left -= 1
+                if self._left == 0:
+                    raise KeyboardInterrupt
+        return self._trace
+
+
+def _forget(engine: Engine) -> None:
+    engine.release(1)
+    engine.release(2)
+
+
+def _work(engine: Engine) -> None:
+    engine._released.append(3)
+    engine_module._at_work(lambda _: None)(engine)
+
+
+@pytest.mark.parametrize("use", [_forget, _work])
+def test_the_lock_is_free_after_an_interrupt_anywhere(use: Callable[[Engine], None]) -> None:
+    kept: list[BaseException] = []
+    for at in range(1, 1000):
+        engine, interrupt = Engine(cast("Device", None)), _Interrupt(at)
+        try:
+            with interrupt:
+                use(engine)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        assert not engine._lock.locked(), f"after interrupt {at}"
+        if not interrupt.came:
+            break
+    assert len(kept) > 5
