@@ -14,6 +14,7 @@ from tests.end_to_end.moving import (
     WIDTH,
     adamw,
     check,
+    little_for_state,
     looping,
     model,
     run_moving,
@@ -27,8 +28,9 @@ from tests.end_to_end.training import MLP, Run
 
 
 @pytest.mark.slow
-def test_averaged_models() -> None:
+def test_averaged_models(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.optim.swa_utils` makes a copy of the model and averages into it."""
+    little_for_state(monkeypatch, 0.3)
     averages: list[Tensor] = []
 
     def program(this: Run) -> None:
