@@ -20,10 +20,10 @@ from bench.contender import Contender
 from bench.models.gpt import GPT, GPTConfig
 from bench.race import race
 from bench.results import write_results
+from bench.state_model import training_state_bytes
 from teraplan.runtime.storage import default_directory
 from teraplan.units import format_nbytes, format_ns
 
-_STATES_PER_PARAMETER = 4
 _PERSISTENT_ELEMENTS = 100_000
 """DeepSpeed keeps smaller parameters in memory, as it does by default."""
 _SLACK = 1.03
@@ -129,9 +129,7 @@ def _theirs(
 
 
 def _ours(config: GPTConfig, options: argparse.Namespace) -> list[Contender]:
-    with torch.device("meta"):
-        parameter_bytes = sum(p.nbytes for p in GPT(config).parameters())
-    state_bytes = _STATES_PER_PARAMETER * parameter_bytes
+    state_bytes = training_state_bytes(config)
     return [
         Contender(
             name=f"teraplan, {percent} %",

@@ -31,10 +31,8 @@ class GraphForecast:
                 parameter's update needs beside them; else None.
         """
         self.state_bytes = self._device.state_bytes()
-        kind = self._device.type
         if update_bytes is None:
-            update_bytes = census.missing_gradient_nbytes(kind)
-            update_bytes += census.missing_optimizer_nbytes(kind)
+            update_bytes = census.missing_nbytes(self._device.type)
         self.future_state_bytes = update_bytes
         for table in tables:
             self.add(table)

@@ -1,7 +1,8 @@
 """Which tensors a process holds: the state of training, counted once per profile."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from torch._subclasses import FakeTensor
@@ -14,7 +15,7 @@ def storages(device_type: str) -> list[torch.UntypedStorage]:
     garbage collector tracks: about 0.1 s in a process that has compiled.
     """
     found: dict[int, torch.UntypedStorage] = {}
-    for tensor in _tensors():
+    for tensor in _tensors(gc.get_objects()):
         for candidate in (tensor, tensor.grad if tensor.is_leaf else None):
             if candidate is not None and candidate.device.type == device_type:
                 storage = candidate.untyped_storage()
@@ -27,17 +28,18 @@ def tensor_nbytes(device_type: str) -> int:
     return sum(storage.nbytes() for storage in storages(device_type))
 
 
-def missing_gradient_nbytes(device_type: str) -> int:
-    """Bytes of the gradients that parameters will have and have not yet."""
-    parameters = {
-        id(t): t.nbytes
-        for t in _tensors()
-        if isinstance(t, torch.nn.Parameter)
-        and t.requires_grad
-        and t.grad is None
-        and t.device.type == device_type
-    }
-    return sum(parameters.values())
+def missing_nbytes(device_type: str) -> int:
+    """Bytes that training will have and has not yet.
+
+    Those are gradients, and the state that the first `step()` of known optimizers will create.
+    """
+    objects = gc.get_objects()
+    missing = 0
+    for parameter in _tensors(objects):
+        wanted = isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+        if wanted and parameter.grad is None and parameter.device.type == device_type:
+            missing += parameter.nbytes
+    return missing + sum(_missing_states_nbytes(one, device_type) for one in _optimizers(objects))
 
 
 _STATES_PER_PARAMETER = {
@@ -57,7 +59,7 @@ _STATES_PER_PARAMETER = {
 
 def optimizers() -> list[torch.optim.Optimizer]:
     """Every optimizer of this process. Walks all objects, as `storages` does."""
-    return [item for item in gc.get_objects() if issubclass(type(item), torch.optim.Optimizer)]
+    return _optimizers(gc.get_objects())
 
 
 def states_per_parameter(
@@ -71,26 +73,34 @@ def states_per_parameter(
     return always + bool(group.get("amsgrad")) + bool(group.get("momentum"))
 
 
-def missing_optimizer_nbytes(device_type: str) -> int:
-    """Bytes of optimizer state that the first `step()` of known optimizers will create."""
-    missing = 0
-    for optimizer in optimizers():
-        for group in optimizer.param_groups:
-            missing += states_per_parameter(optimizer, group, unknown=0) * sum(
-                p.nbytes
-                for p in group["params"]
-                if p.requires_grad and p.device.type == device_type and not optimizer.state.get(p)
-            )
-    return missing
+def _missing_states_nbytes(optimizer: torch.optim.Optimizer, device_type: str) -> int:
+    return sum(
+        states_per_parameter(optimizer, group, unknown=0)
+        * sum(
+            p.nbytes
+            for p in group["params"]
+            if p.requires_grad and p.device.type == device_type and not optimizer.state.get(p)
+        )
+        for group in optimizer.param_groups
+    )
 
 
-def _tensors() -> list[torch.Tensor]:
+def _optimizers(objects: Iterable[object]) -> list[torch.optim.Optimizer]:
+    # type(), not isinstance(): some tracked objects answer __class__ with surprises
+    return [
+        cast("torch.optim.Optimizer", item)
+        for item in objects
+        if issubclass(type(item), torch.optim.Optimizer)
+    ]
+
+
+def _tensors(objects: Iterable[object]) -> list[torch.Tensor]:
     found = []
-    for item in gc.get_objects():
-        # type(), not isinstance(): some tracked objects answer __class__ with surprises
+    for item in objects:
         kind = type(item)
         if not issubclass(kind, torch.Tensor) or issubclass(kind, FakeTensor):
             continue
-        if item.layout == torch.strided and item.device.type != "meta":
-            found.append(item)
+        tensor = cast("torch.Tensor", item)
+        if tensor.layout == torch.strided and tensor.device.type != "meta":
+            found.append(tensor)
     return found

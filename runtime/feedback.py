@@ -61,20 +61,32 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
 
 
 def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int) -> Lesson:
-    """A plan that keeps back what the process took beyond the budget, if there is one."""
+    """A plan that keeps back what the process took beyond the budget, or as much as there is."""
     case.corrections += 1
     log.info("peak was %s, budget %s", format_nbytes(peak_bytes), format_nbytes(budget_bytes))
     least = int(budget_bytes * HEADROOM_FRACTION)
     beyond = max(int((peak_bytes - budget_bytes) * _CORRECTION_FACTOR), least)
+    before = case.reserve_bytes
     case.reserve_bytes += beyond
     try:
         return Lesson(plan=plans.make(case), peak_starts_anew=True)
-    except InfeasibleBudgetError:
-        case.reserve_bytes -= beyond
-        case.corrections = _MAX_CORRECTIONS
+    except InfeasibleBudgetError as error:
+        assert case.budgets is not None
+        missing = error.least_budget_bytes - case.budgets.device_bytes
+    case.corrections = _MAX_CORRECTIONS
+    case.reserve_bytes = before + max(0, beyond - missing) if missing > 0 else before
+    plan = None
+    if case.reserve_bytes > before:
+        try:
+            plan = plans.make(case)
+        except InfeasibleBudgetError:  # sums allow it, but whole tensors do not fit together
+            case.reserve_bytes = before
     return Lesson(
+        plan=plan,
+        peak_starts_anew=plan is not None,
         fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
-        f"{format_nbytes(budget_bytes)}: free memory between tensors leaves no room for it"
+        f"{format_nbytes(budget_bytes)}: of the {format_nbytes(beyond)} to be held back for free "
+        f"memory between tensors, only {format_nbytes(case.reserve_bytes - before)} can be",
     )
 
 

@@ -155,8 +155,7 @@ class StateKeeper:
         config, device = self._config, self._device
         if config.training_state == "stays" or config.device_budget is None:
             return None
-        whole = device.state_bytes() + census.missing_gradient_nbytes(device.type)
-        whole += census.missing_optimizer_nbytes(device.type)
+        whole = device.state_bytes() + census.missing_nbytes(device.type)
         whole += _TENSORS_AT_ONCE * meta_bytes
         budget = config.device_budget.resolve(whole)
         # Where the state has room, to move activations alone is faster.

@@ -31,6 +31,7 @@ def alone() -> Iterator[None]:
     # pytest's log handler would make torch write down every guard of every graph.
     logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
     forget_everything()
+    gc.freeze()  # what is still there is no garbage, and no test's training state
     yield
     torch._dynamo.reset()
     torch.set_num_threads(threads)

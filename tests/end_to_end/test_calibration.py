@@ -122,3 +122,19 @@ def test_what_is_taken_beyond_the_budget_is_held_back() -> None:
         assert case.reserve_bytes >= 1250
 
     _after_training(check)
+
+
+def test_where_not_all_of_it_can_be_held_back_as_much_is_as_there_is() -> None:
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        case.corrections = case.reserve_bytes = 0
+        lesson = _lesson(session, beyond_bytes=1 << 40)
+        assert "can be" in lesson.fallback
+        assert lesson.plan is not None
+        assert lesson.plan.prediction.device_peak_bytes <= lesson.plan.budgets.device_bytes
+        assert lesson.peak_starts_anew
+        assert case.reserve_bytes > 0
+        case.corrections = 0
+        assert _lesson(session, beyond_bytes=1 << 40).plan is None, "there is no more"
+
+    _after_training(check)

@@ -83,11 +83,11 @@ def test_the_first_update_has_room_for_the_state_that_it_makes() -> None:
 TRAINING = """
 import sys
 
-from bench import bench_training_state
+from bench import bench_state_memory
 sys.argv[1:] = (
     "--kernels aot_eager --width 768 --layers 6 --vocabulary 4096 --tokens 64 --batch 1 --steps 5"
 ).split() + ["--budget", str({budget})]
-bench_training_state.main()
+bench_state_memory.main()
 """
 
 

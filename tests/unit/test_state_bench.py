@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.bench_training_state import tokens_for_rate
+from bench.state_rates import tokens_for_rate
 from teraplan.hardware import Link
 
 LINK = Link(
