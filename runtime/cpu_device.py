@@ -200,10 +200,7 @@ class CpuDevice(Device):
         self._sites_since_trim += 1
         self._limit_bytes = limit_bytes
         resident = self._resident_beside()
-        slack = limit_bytes - headroom_bytes - resident
-        self.pool.slack_bytes = max(0, slack)
-        if slack < 0:
-            self.pool.hold_back(headroom_bytes)
+        self.pool.slack_bytes = max(0, limit_bytes - headroom_bytes - resident)
         beyond = resident - limit_bytes
         urgent = beyond > headroom_bytes
         if urgent:

@@ -22,7 +22,6 @@ from teraplan.runtime.pages import HUGE_PAGE_BYTES, round_up
 MIN_BLOCK_BYTES = 256 << 10
 """Smaller tensors are left to the heap."""
 
-_LITTLE_IN_USE = 0.75
 _ALIGNMENT = 64 << 10
 _empty_strided_cpu: Any = vars(guards)["_empty_strided_cpu"]
 """What generated code calls otherwise."""
@@ -104,16 +103,6 @@ class CpuPool:
         with self._lock:
             self._unmap(self.waiting_bytes)
             self._most_bytes = self.in_use_bytes
-
-    def hold_back(self, nbytes: int) -> None:
-        """Where little is in use, keep the pool by `nbytes` under the most in use at once.
-
-        The most that the pool holds and the most that the heap holds need not come at one time:
-        the optimizer's temporaries are the heap's, and then the pool's blocks wait. Where much is
-        in use this does nothing, since every block would be unmapped and mapped again.
-        """
-        if self.in_use_bytes < self._most_bytes * _LITTLE_IN_USE:
-            self.shrink(self.in_use_bytes + self.waiting_bytes + nbytes - self._most_bytes)
 
     def shrink(self, nbytes: int) -> int:
         """Unmap waiting blocks of at least `nbytes` if there are so many; bytes unmapped."""
