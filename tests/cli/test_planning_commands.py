@@ -57,6 +57,7 @@ def test_from_no_hardware_to_a_simulated_plan(tmp_path: Path, capsys: Captured) 
     assert main(["simulate", trace, plan, "--hardware", "rtx-4090:host=0:ssd=0"]) == 2
 
 
+@pytest.mark.slow
 def test_updates_on_the_host_are_shown_drawn_and_compared(tmp_path: Path, capsys: Captured) -> None:
     plain, hosted = tmp_path / "plain.json", tmp_path / "hosted.json"
     trace = str(tmp_path / "t.json")

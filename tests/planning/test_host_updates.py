@@ -315,6 +315,7 @@ def test_the_planner_uses_the_host_where_state_does_not_fit() -> None:
     assert make_plan(trace, hardware, budgets(limit)) == plan
 
 
+@pytest.mark.slow
 def test_updates_stay_on_the_device_where_the_host_has_no_room_or_a_rule_says_so() -> None:
     trace, hardware, limit = under_pressure()
     assert not make_plan(trace, hardware, budgets(limit, host_bytes=1000)).host_updates
