@@ -13,7 +13,7 @@ of one projection); each has its slot, and the runtime, which sees the storage, 
 """
 
 import hashlib
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,6 +25,7 @@ from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
 from teraplan.passes.aliases import base_of, is_view, uses_of
 from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.module_path import module_path
+from teraplan.passes.recipes import FoundRecipe, find_recipes
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
 from teraplan.passes.workspace import largest_operation_nbytes, nbytes_of, workspace_nbytes
 
@@ -45,6 +46,7 @@ def insert_sites(
     num_outputs: int,
     static_inputs: Sequence[int],
     settled: Set[fx.Node] = frozenset(),
+    with_recipes: bool = True,
 ) -> GraphTable:
     """Insert all ops into both graphs, in place, and return the table that they carry.
 
@@ -55,10 +57,19 @@ def insert_sites(
         static_inputs: positions of the forward's placeholders that live as long as the model
             (parameters, buffers).
         settled: nodes of gradients that leave the backward as soon as they are complete.
+        with_recipes: look for saved activations that can be computed again.
     """
     fingerprint = _hash(forward, backward)
     candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
     bases = {base_of(c.saved) for c in candidates}
+    recipes: dict[fx.Node, FoundRecipe] = {}
+    if with_recipes:
+        recipes = find_recipes(
+            forward,
+            {c.saved: slot for slot, c in enumerate(candidates)},
+            num_outputs=num_outputs,
+            static=_static(forward, static_inputs),
+        )
     table = GraphTable(
         graph=fingerprint,
         slots=tuple(
@@ -67,6 +78,7 @@ def insert_sites(
                 layer=module_path(c.saved),
                 nbytes=nbytes_of(c.saved),
                 given=base_of(c.saved).op == "placeholder",
+                recipe=recipes[c.saved].recipe if c.saved in recipes else None,
             )
             for c in candidates
         ),
@@ -76,7 +88,7 @@ def insert_sites(
         largest_operation_bytes=largest_operation_nbytes(forward, _static(forward, static_inputs)),
     )
     if candidates:
-        tokens = _insert_saves(forward, candidates, table)
+        tokens = _insert_saves(forward, candidates, recipes, table)
         _insert_needs(backward, candidates, tokens, table)
     return table
 
@@ -157,7 +169,10 @@ def _last(nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
 
 
 def _insert_saves(
-    graph: fx.Graph, candidates: Sequence[_Candidate], table: GraphTable
+    graph: fx.Graph,
+    candidates: Sequence[_Candidate],
+    recipes: Mapping[fx.Node, FoundRecipe],
+    table: GraphTable,
 ) -> dict[str, fx.Node]:
     """Insert `enter` and each `save`; returns the token of each saved node by its name."""
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -177,8 +192,11 @@ def _insert_saves(
     for slot, candidate in enumerate(candidates):
         saved = candidate.saved
         after = chain if lasts[saved] is last_input else lasts[saved]
+        beside = list(recipes[saved].beside) if saved in recipes else []
         with graph.inserting_after(after):
-            token = graph.call_function(ops.save, (saved, chain, slot), name=f"token_{saved.name}")
+            token = graph.call_function(
+                ops.save, (saved, chain, slot, beside), name=f"token_{saved.name}"
+            )
         with saved.meta["val"].fake_mode:
             token.meta["val"] = torch.empty(1, dtype=torch.int64)
         if "saved_tensor_with_no_vc_check" in saved.meta:

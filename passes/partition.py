@@ -42,7 +42,11 @@ class TeraplanPartitioner(CustomPartitionerFn):
         static = kwargs.get("static_lifetime_input_indices") or ()
         settled = settled_gradients(*graphs, static) if self.moves_state else frozenset[fx.Node]()
         table = insert_sites(
-            *graphs, num_outputs=num_outputs, static_inputs=static, settled=settled
+            *graphs,
+            num_outputs=num_outputs,
+            static_inputs=static,
+            settled=settled,
+            with_recipes=not self.moves_state,
         )
         if self.moves_state:
             insert_state_sites(*graphs, num_outputs=num_outputs, static_inputs=static)
@@ -63,7 +67,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
-        return f"teraplan-{__version__}-partitioner-4-{'state' if self.moves_state else 'saved'}"
+        return f"teraplan-{__version__}-partitioner-5-{'state' if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:

@@ -2,13 +2,14 @@
 
 import logging
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from teraplan.hardware import Budgets
 from teraplan.run_record import TRAINING_STATE, RunRecord
 from teraplan.runtime.recorder import Signature, StepRecorder
 from teraplan.runtime.schedule import Schedule
-from teraplan.step_trace import StepTrace
+from teraplan.step_trace import Recompute, StepTrace
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +54,29 @@ class Case:
     runs_of: Schedule | None = None
     """What the runs ran under."""
     last: StepRecorder | None = None
+    recomputes: dict[int, Recompute | None] = field(default_factory=dict[int, "Recompute | None"])
+    """By tensor: how it can be computed again, as measured; None if that gave other bits once."""
 
     @property
     def repeats(self) -> bool:
         """False if this kind of step was different every time it was measured."""
         return self.attempts < _MAX_ATTEMPTS
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True if the next step of this kind can be one in which memory is measured."""
+        return self.schedule is None and self.memory is None and self.repeats
+
+    def rehearsal_limits(self, budget_bytes: int) -> tuple[int, ...]:
+        """Most managed bytes at each site of a step in which times are measured; else empty.
+
+        Within a site only what lives in the intervals before and after it is there besides.
+        """
+        if self.schedule is not None or self.memory is None:
+            return ()
+        room, workspaces = budget_bytes - self.memory.state_bytes, self.memory.workspaces_bytes
+        before = (workspaces[-1], *workspaces)
+        return tuple(room - min(pair) for pair in zip(before, workspaces, strict=False))
 
     def measured(self, num_steps: int) -> bool:
         """True if memory and at least `num_steps` steps' times have been measured."""
@@ -82,7 +101,17 @@ class Case:
             self.memory = None
             self.durations_ns.clear()
             self.waits_for_state_ns.clear()
+            self.recomputes.clear()
         self.last = recorder
+
+    def add_rehearsed(self, rehearsed: Mapping[int, Recompute | None]) -> None:
+        """Take in what the last measured step has found of computing again: the fastest counts."""
+        for number, new in rehearsed.items():
+            old = self.recomputes.get(number, new)
+            if old is None or new is None or old.sources != new.sources:
+                self.recomputes[number] = None
+            else:
+                self.recomputes[number] = min(old, new, key=lambda r: r.duration_ns)
 
     def calibrate(self) -> bool:
         """Take over how fast planned steps compute; False if that is what their plan predicted.
@@ -102,7 +131,8 @@ class Case:
         self.planned_wait_for_state_ns = int(statistics.median(map(_wait_for_state_ns, runs)))
         measured_ns = min((sum(durations) for durations in self.durations_ns), default=0)
         if measured_ns:
-            self.slowdown = computed_ns / measured_ns
+            again_ns = self.schedule.step.duration_ns - plan.trace.duration_ns
+            self.slowdown = (computed_ns - again_ns) / measured_ns
         return measured_ns > 0
 
     @property
@@ -134,6 +164,11 @@ class Case:
             workspaces_bytes=self.memory.workspaces_bytes,
             torch_version=torch_version,
             kernels=kernels,
+            recomputes={
+                number: replace(it, duration_ns=int(it.duration_ns * self.slowdown))
+                for number, it in self.recomputes.items()
+                if it is not None
+            },
         )
 
 

@@ -7,6 +7,7 @@ storage engine needs no staging memory, so there is none to count.
 import gc
 import platform
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -114,6 +115,7 @@ class CpuDevice(Device):
 
     type = "cpu"
     moves_state = True
+    recomputes = True
 
     def __init__(self, *, storage: Storage, host_bytes: int) -> None:
         self.name = f"cpu {platform.machine()}"
@@ -237,6 +239,9 @@ class CpuDevice(Device):
             return _HostArrival(copy, self)
         assert isinstance(copy, _StorageCopy)
         return _StorageArrival(copy, self, urgent=urgent)
+
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self.pool.empty_strided(size, stride, dtype)
 
     def take_transfers(self) -> tuple[TransferRecord, ...]:
         transfers, self._transfers = tuple(self._transfers), []

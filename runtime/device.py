@@ -11,6 +11,7 @@ knows which one it is. A copy out and a copy back run beside the computation:
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -72,6 +73,8 @@ class Device(ABC):
 
     moves_state = False
     """True if parameters, gradients and optimizer state can leave it."""
+    recomputes = False
+    """True if saved activations can be computed again on it."""
 
     name: str
     type: str
@@ -159,6 +162,10 @@ class Device(ABC):
     @abstractmethod
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
         """Take device memory for a copy and start bringing its bytes back into it."""
+
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialized tensor on the device. Needed only where `recomputes` is true."""
+        raise NotImplementedError(f"activations are not computed again on {self.name}")
 
     @abstractmethod
     def take_transfers(self) -> tuple[TransferRecord, ...]:

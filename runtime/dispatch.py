@@ -86,10 +86,12 @@ def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> to
     return _chain(anchor)
 
 
-def _save(x: torch.Tensor, chain: torch.Tensor, slot: int) -> torch.Tensor:
+def _save(
+    x: torch.Tensor, chain: torch.Tensor, slot: int, beside: Sequence[torch.Tensor]
+) -> torch.Tensor:
     call = _current()
     assert call.table is not None, "save before enter"
-    return call.session.engine.save(x, call.table, call.number, slot)
+    return call.session.engine.save(x, call.table, call.number, slot, beside)
 
 
 def _need(

@@ -18,6 +18,7 @@ from teraplan.errors import UnsupportedError
 from teraplan.graph_table import GraphTable
 from teraplan.runtime.device import Device
 from teraplan.runtime.mover import Mover
+from teraplan.runtime.recompute import Recomputer
 from teraplan.runtime.recorder import SiteKey, StepRecorder
 from teraplan.runtime.saved import Saved, View
 from teraplan.runtime.schedule import Schedule
@@ -54,6 +55,7 @@ class Engine:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.mover = Mover(device)
+        self.recomputer = Recomputer(device, self.mover)
         self.training_state: TrainingState | None = None
         """Parameters, gradients and optimizer state, where they move."""
         self.recorder: StepRecorder | None = None
@@ -61,6 +63,7 @@ class Engine:
         self.diverged_at: int | None = None
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int] | None = None
+        self._rehearsal_limits: Sequence[int] = ()
         self._schedule: Schedule | None = None
         self._views: dict[int, View] = {}
         self._by_storage: dict[int, Saved] = {}
@@ -91,6 +94,7 @@ class Engine:
         schedule: Schedule | None,
         limit_bytes: int,
         resident_limits: tuple[int, int] | None,
+        rehearsal_limits: Sequence[int] = (),
     ) -> None:
         """Start a step: under `schedule`, or without a plan under `limit_bytes`.
 
@@ -100,6 +104,8 @@ class Engine:
             limit_bytes: most managed bytes in a step without a plan.
             resident_limits: most bytes that the process is to hold of the device, and how many
                 of these are to be left for allocations between two sites; None if not known.
+            rehearsal_limits: most managed bytes at each site of a step in which computing again
+                is tried; empty if it is not.
         """
         if not self._views:
             self._forget_lost()
@@ -112,6 +118,8 @@ class Engine:
         self._of_step = []
         self._call = -1
         self.mover.begin_step()
+        self._rehearsal_limits = rehearsal_limits
+        self.recomputer.begin_step(rehearsing=bool(rehearsal_limits))
 
     @_at_work
     def enter(self, table: GraphTable) -> int:
@@ -129,7 +137,14 @@ class Engine:
         self._leave()
 
     @_at_work
-    def save(self, x: torch.Tensor, table: GraphTable, call: int, slot: int) -> torch.Tensor:
+    def save(
+        self,
+        x: torch.Tensor,
+        table: GraphTable,
+        call: int,
+        slot: int,
+        beside: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
         """`x` has had its last use in the forward; returns the token that stands for it."""
         storage = x.untyped_storage()
         saved = self._by_storage.get(storage._cdata)
@@ -138,9 +153,16 @@ class Engine:
         saved.tokens += 1
         key, token = make_token(self)
         byte_offset = int(x.storage_offset()) * x.element_size()
-        self._views[key] = View(saved, byte_offset, call, table.graph)
+        self._views[key] = view = View(saved, byte_offset, call, table.graph)
+        self.recomputer.saved(view, x, table, slot, beside)
         number = self._number_of(saved)
-        self._act(self._arrive((SiteKind.SAVE, table.graph, call, False, number)))
+        site = self._arrive((SiteKind.SAVE, table.graph, call, False, number))
+        if self._schedule is not None and number in self._schedule.recomputed:
+            self.mover.drop(saved)
+        self._act(site)
+        if site < len(self._rehearsal_limits):
+            self.recomputer.rehearse(self._rehearsal_limits[site], self._bring)
+            self.mover.make_room(0, self.limit_bytes)
         self._leave()
         return token
 
@@ -154,6 +176,7 @@ class Engine:
         number = self._number_of(saved)
         self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))
         self._bring(saved)
+        self.recomputer.confirm(saved)
         saved.check_version()
         saved.in_use += 1
         assert saved.tensor is not None
@@ -305,8 +328,11 @@ class Engine:
     def _bring(self, saved: Saved) -> None:
         """Wait until `saved` is on the device."""
         if not saved.resident:
-            if self._schedule is None:
-                self.mover.make_room(saved.nbytes, self.limit_bytes)
+            limit_bytes = self.limit_bytes if self._schedule is None else None
+            if saved.copy is None:
+                self.recomputer.remake(saved, self._bring, limit_bytes)
+            elif limit_bytes is not None:
+                self.mover.make_room(saved.nbytes, limit_bytes)
             self.mover.start_back(saved, urgent=True)
         self.mover.finish_back(saved)
 

@@ -43,10 +43,18 @@ class Mover:
     def forget(self, saved: Saved) -> None:
         """Nobody needs `saved` any more: drop what there is of it."""
         self._give_back(saved)
-        saved.tensor = saved.arrival = None
+        saved.tensor = saved.arrival = saved.remake = None
         if saved.copy is not None:
             saved.copy.drop()
             saved.copy = None
+
+    def drop(self, saved: Saved) -> None:
+        """Free the memory of `saved`, which can be computed again."""
+        if saved.remake is None or saved.copy is not None or saved.modified:
+            return
+        if id(saved) in self._resident and not saved.in_use:
+            saved.tensor = None
+            self._give_back(saved)
 
     def forget_all(self) -> None:
         """Nobody needs anything any more, and an interrupt may have left something half done."""

@@ -9,7 +9,12 @@ import torch
 
 from teraplan.check_plan import require_valid
 from teraplan.config import Config
-from teraplan.errors import InfeasibleBudgetError, InvalidPlanError, UnsupportedError
+from teraplan.errors import (
+    InfeasibleBudgetError,
+    InvalidPlanError,
+    PlanMismatchError,
+    UnsupportedError,
+)
 from teraplan.graph_table import GraphTable
 from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.memory_curve import device_curve
@@ -71,6 +76,12 @@ class PlanMaker:
         )
         require_same_fingerprint(self.replayed, actual)
 
+    def may_recompute(self, *, short: bool) -> bool:
+        """True if a plan may compute activations again; `short`: memory does not suffice."""
+        if self.replayed is not None:
+            return bool(self.replayed.recomputed) and self._device.recomputes
+        return short and self._device.recomputes and self._config.recompute == "auto"
+
     def plan(self, case: Case) -> Plan | None:
         """A plan for the case, None as long as its measurements are not complete.
 
@@ -82,12 +93,33 @@ class PlanMaker:
             return None
         if self.replayed is not None:
             require_same_fingerprint(self.replayed, self._trace(case).fingerprint)
+            if self.replayed.recomputed:
+                return self._rehearsed_replay(self.replayed, case)
             return self.replayed
         if not case.measured(self._config.profile_steps):
             if not case.durations_ns:
                 self._require_feasible(case)
             return None
         return self.make(case)
+
+    def _rehearsed_replay(self, plan: Plan, case: Case) -> Plan | None:
+        """The plan, once what it computes again has been tried here; None as long as it has not.
+
+        Raises:
+            PlanMismatchError: something of it cannot be computed again here, bit for bit.
+        """
+        if not case.durations_ns:
+            return None
+        for choice in plan.recomputed:
+            here = case.recomputes.get(choice.tensor_id)
+            planned = plan.trace.tensors[choice.tensor_id]
+            assert planned.recompute is not None, "the plan has been checked"
+            if here is None or here.sources != planned.recompute.sources:
+                raise PlanMismatchError(
+                    f"the plan computes {planned.name} again, which here is not possible with "
+                    "equal bits; plan again"
+                )
+        return plan
 
     def make(self, case: Case) -> Plan:
         """A new plan from the case's measurements."""
@@ -108,7 +140,7 @@ class PlanMaker:
         the same room twice, so the one is scaled until the other fits.
         """
         daily = self._config.daily_writes
-        plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
+        plan = self._plan_within(trace, budgets)
         for attempt in range(_WEAR_ATTEMPTS):
             if daily is None or daily.nbytes is None:
                 return plan
@@ -124,7 +156,7 @@ class PlanMaker:
             log.info("daily_writes leaves %s of storage", format_nbytes(room))
             budgets = dataclasses.replace(budgets, storage_bytes=room)
             try:
-                plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
+                plan = self._plan_within(trace, budgets)
             except InfeasibleBudgetError as error:
                 error.args = (
                     f"{error}. daily_writes allows {format_nbytes(allowed)} to be written in each "
@@ -132,6 +164,11 @@ class PlanMaker:
                 )
                 raise
         return plan
+
+    def _plan_within(self, trace: StepTrace, budgets: Budgets) -> Plan:
+        config = self._config
+        recompute = config.recompute == "auto"
+        return make_plan(trace, self.machine(), budgets, policy=config.policy, recompute=recompute)
 
     def machine(self) -> Hardware:
         """The machine, measured at the first call."""

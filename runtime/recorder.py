@@ -7,13 +7,21 @@ waits for training state that moves, which lie between sites.
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from teraplan.run_record import TRAINING_STATE, StallRecord
 from teraplan.runtime.device import Device
 from teraplan.runtime.saved import Saved
-from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
+from teraplan.step_trace import (
+    Fingerprint,
+    Recompute,
+    Site,
+    SiteKind,
+    StepTrace,
+    Tensor,
+    TensorKind,
+)
 
 SiteKey = tuple[SiteKind, str, int, bool, int | None]
 """A site without its times: kind, graph, number of the call, backward?, tensor."""
@@ -171,6 +179,7 @@ class StepRecorder:
         workspaces_bytes: tuple[int, ...],
         torch_version: str,
         kernels: str,
+        recomputes: Mapping[int, Recompute],
     ) -> StepTrace:
         """This step's sites and tensors with the given measurements."""
         sizes = ",".join(f"{t.name}:{t.nbytes}" for t in self.tensors)
@@ -197,7 +206,12 @@ class StepRecorder:
                     self._keys, durations_ns, workspaces_bytes, strict=True
                 )
             ),
-            tensors=tuple(map(self._tensor, self.tensors, self._windows())),
+            tensors=tuple(
+                self._tensor(info, windows, recomputes.get(number))
+                for number, (info, windows) in enumerate(
+                    zip(self.tensors, self._windows(), strict=True)
+                )
+            ),
         )
 
     def _windows(self) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -215,7 +229,9 @@ class StepRecorder:
                 yield ((saves[0], len(self._keys)),)
 
     @staticmethod
-    def _tensor(info: TensorInfo, windows: tuple[tuple[int, int], ...]) -> Tensor:
+    def _tensor(
+        info: TensorInfo, windows: tuple[tuple[int, int], ...], recompute: Recompute | None
+    ) -> Tensor:
         return Tensor(
             name=info.name,
             kind=TensorKind.ACTIVATION,
@@ -224,4 +240,5 @@ class StepRecorder:
             dtype=info.dtype,
             layer=info.layer,
             windows=windows,
+            recompute=recompute,
         )

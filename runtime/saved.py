@@ -1,6 +1,7 @@
 """One saved activation while it is alive: where its bytes are, and who still needs them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -8,13 +9,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from teraplan.errors import UnsupportedError
 from teraplan.runtime.device import Arrival, Copy
 
+if TYPE_CHECKING:
+    from teraplan.runtime.recompute import Remake
+
 
 @dataclass(slots=True)
 class Saved:
     """The memory of one storage that backward passes will need.
 
     Exactly one of these holds: `tensor` is set (on the device, perhaps with a copy on its way
-    out), `arrival` is set (coming back), or only `copy` is (elsewhere).
+    out), `arrival` is set (coming back), only `copy` is (elsewhere), or only `remake` is (dropped,
+    to be computed again).
     """
 
     name: str
@@ -38,6 +43,8 @@ class Saved:
     """Tokens of the graphs that have not been used up."""
     in_use: int = 0
     """Views handed to a running backward graph."""
+    remake: "Remake | None" = None
+    """How its bytes can be computed again."""
 
     @property
     def resident(self) -> bool:

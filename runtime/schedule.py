@@ -28,11 +28,15 @@ class Schedule:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.sites: tuple[Site, ...] = plan.trace.sites
+        self.step = plan.step
+        """What is run under the plan."""
+        self.sites: tuple[Site, ...] = self.step.sites
         self._keys = tuple((s.kind, s.graph, s.call, s.backward, s.tensor_id) for s in self.sites)
         available = plan.budgets.device_bytes - plan.trace.state_bytes
         self.limits_bytes = tuple(available - site.workspace_bytes for site in self.sites)
         self._actions = _by_site(plan.migrations)
+        self.recomputed = frozenset(choice.tensor_id for choice in plan.recomputed)
+        """Tensors that are dropped when they are saved."""
 
     def expects(self, site: int, key: SiteKey) -> bool:
         """True if `key` is what the plan has at `site`."""

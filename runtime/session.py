@@ -37,6 +37,7 @@ from teraplan.runtime.engine import Engine
 from teraplan.runtime.feedback import HEADROOM_FRACTION, learn
 from teraplan.runtime.plan_maker import PlanMaker
 from teraplan.runtime.planned_step import run_record
+from teraplan.runtime.recompute import CompiledRecipe
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.report_files import ReportFiles
 from teraplan.runtime.schedule import Schedule
@@ -67,7 +68,9 @@ CaseKey = tuple[str, tuple[object, ...]]
 class Session:
     """The graphs that were compiled under one configuration, and their steps."""
 
-    def __init__(self, config: Config, device: Device) -> None:
+    def __init__(
+        self, config: Config, device: Device, compile_recipe: Callable[[str], CompiledRecipe]
+    ) -> None:
         self.config = config
         self.device = device
         self.engine = Engine(device)
@@ -87,6 +90,7 @@ class Session:
         self._optimizer_steps = 0
         self._error: TeraplanError | None = None
         self._fault = ""
+        self._compile_recipe = compile_recipe
         self._num_stores = len(device.stores())
         self.reports = ReportFiles(config.report)
         self.plans = PlanMaker(config, device, self.reports)
@@ -194,21 +198,29 @@ class Session:
             if plan is not None:
                 self._follow(case, plan)
         self._optimizer_steps = 0
-        measure_memory = (
-            case.schedule is None
-            and case.memory is None
-            and case.repeats
-            and self._compiles == self._compiles_seen
-        )
+        measure_memory = case.lacks_memory and self._compiles == self._compiles_seen
+        if measure_memory:
+            self._prepare_recipes()
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
-            self._forecast.refresh(self.tables.values(), update_bytes=self.keeper.update_bytes)
+            self._refresh_forecast()
             self._refuse_hopeless_budget()
         if self.steps == 0:
             log.info("%s", self._first_words())
+        limits = self._safe_limit(), self._resident_limits(case)
         self.engine.begin_step(
-            recorder, case.schedule, self._safe_limit(), self._resident_limits(case)
+            recorder, case.schedule, *limits, case.rehearsal_limits(self._budget_bytes)
         )
+
+    def _refresh_forecast(self) -> None:
+        self._forecast.refresh(self.tables.values(), update_bytes=self.keeper.update_bytes)
+
+    def _prepare_recipes(self) -> None:
+        """Compile what computing again takes, if that is allowed and memory is short."""
+        self._refresh_forecast()
+        short = self._budget_bytes < self._forecast.unlimited_peak_bytes
+        if self.plans.may_recompute(short=short) and not self.keeper.moves:
+            self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
 
     def _finish_step(self) -> None:
         recorder, case = self.engine.recorder, self.active
@@ -223,6 +235,7 @@ class Session:
             self._finish_planned_step(case, recorder, transfers)
         elif not compiled and case.repeats:
             case.add(recorder)
+            case.add_rehearsed(self.engine.recomputer.rehearsed)
             self._share_out_again(case)
             if recorder.measure_memory:
                 self.device.run_fast()
@@ -263,7 +276,9 @@ class Session:
             case.runs.clear()
             case.runs_of = case.schedule
         plan = case.schedule.plan
-        case.runs.append(run_record(self.steps - 1, plan.trace, recorder, engine, transfers))
+        case.runs.append(
+            run_record(self.steps - 1, case.schedule.step, recorder, engine, transfers)
+        )
         del case.runs[:-_KEPT_RUNS]
         if len(case.runs) in _RUNS_WRITTEN_AT:
             self.reports.write_runs(case.number, plan, case.runs)

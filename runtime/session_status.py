@@ -47,6 +47,8 @@ def status_of(session: "Session") -> Status:
         status |= _of_plan(session)
         if case is not None and case.runs and case.runs_of is case.schedule:
             status |= _of_runs(case.runs)
+            recomputer = session.engine.recomputer
+            status["recomputed_bytes"], status["recomputed_ns"] = recomputer.last_step
     return Status(**status)  # type: ignore[arg-type]  # a dict of mixed types
 
 
@@ -87,6 +89,7 @@ def _of_plan(session: "Session") -> dict[str, object]:
         "ideal_step_ns": prediction.ideal_ns,
         "predicted_step_ns": prediction.step_ns + case.predicted_wait_for_state_ns,
         "actual_peak_bytes": session.actual_peak_bytes(),
+        "recomputed": len(plan.recomputed),
         **{
             f"{what}_path": str(path) if path is not None and path.exists() else ""
             for what, path in paths.items()

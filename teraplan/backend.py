@@ -22,6 +22,7 @@ from torch._inductor.compile_fx import compile_fx
 from teraplan.config import Config
 from teraplan.errors import ConfigError, InfeasibleBudgetError, TeraplanError
 from teraplan.passes.partition import config_patches, partition
+from teraplan.passes.recipes import compile_recipe
 from teraplan.runtime.dispatch import running
 from teraplan.runtime.dump_signal import dump_on_signal
 from teraplan.runtime.open_device import open_device
@@ -108,7 +109,9 @@ def _session(config: Config, device_type: str) -> Session:
     if session is None:
         device = open_device(config, device_type)
         try:
-            session = Session(config, device)
+            fused = config.kernels == "inductor"
+            recipes = functools.partial(compile_recipe, fused=fused)
+            session = Session(config, device, recipes)
         except TeraplanError:
             device.close()
             raise

@@ -8,6 +8,7 @@ simulated times are only looked at for being possible.
 
 from collections.abc import Iterator, Sequence
 
+from teraplan.check_recomputed import with_recomputed, wrong_recomputed
 from teraplan.check_updates import DeviceView, check_updates
 from teraplan.errors import InvalidPlanError
 from teraplan.hardware import Tier
@@ -38,16 +39,18 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
     violations = list(_check_trace(plan.trace))
     if violations:
         return tuple(violations)
+    violations += _check_recomputed(plan)
     violations += check_updates(plan)
     if violations:
         return tuple(violations)
+    kept, plan = plan, with_recomputed(plan)
     view = DeviceView.of(plan)
     violations += _check_migrations(plan, view)
     if violations:  # what follows would only repeat them in harder words
         return tuple(violations)
     violations += _check_clean(plan, view)
-    violations += _check_memory(plan, view)
-    violations += _check_times(plan, view)
+    violations += _check_memory(plan, kept, view)
+    violations += _check_times(plan, kept, view)
     return tuple(violations)
 
 
@@ -69,6 +72,11 @@ def _check_trace(trace: StepTrace) -> Iterator[Violation]:
             yield Violation(kind=ViolationKind.TRACE, message=message)
     for number, why in wrong_updates(trace):
         yield Violation(kind=ViolationKind.TRACE, message=f"update {number}: {why}")
+
+
+def _check_recomputed(plan: Plan) -> Iterator[Violation]:
+    for message in wrong_recomputed(plan):
+        yield Violation(kind=ViolationKind.RECOMPUTED, message=message)
 
 
 def _check_migrations(plan: Plan, view: DeviceView) -> Iterator[Violation]:
@@ -252,12 +260,15 @@ def _occupied(plan: Plan, view: DeviceView, tier: Tier) -> list[int]:
     return _running(levels)
 
 
-def _check_memory(plan: Plan, view: DeviceView) -> Iterator[Violation]:
+def _check_memory(plan: Plan, kept: Plan, view: DeviceView) -> Iterator[Violation]:
     trace, budgets, hardware, said = plan.trace, plan.budgets, plan.hardware, plan.prediction
     managed = _managed(plan, view)
-    everything = _running(_resident(len(trace.sites), trace.tensors))
+    everything = _running(_resident(len(trace.sites), kept.trace.tensors))
     fixed = [trace.state_bytes + site.workspace_bytes for site in trace.sites]
-    unlimited = [a + b for a, b in zip(fixed, everything, strict=True)]
+    unlimited = [
+        trace.state_bytes + site.workspace_bytes + nbytes
+        for site, nbytes in zip(kept.trace.sites, everything, strict=True)
+    ]
     device = [
         a + (trace.state_bytes if site in view.idle_sites else b)
         for site, (a, b) in enumerate(zip(managed, fixed, strict=True))
@@ -304,11 +315,12 @@ def _compare(name: str, said: int, found: int) -> Iterator[Violation]:
         yield Violation(kind=ViolationKind.PREDICTION, message=message)
 
 
-def _check_times(plan: Plan, view: DeviceView) -> Iterator[Violation]:
+def _check_times(plan: Plan, kept: Plan, view: DeviceView) -> Iterator[Violation]:
     said, sites = plan.prediction, plan.trace.sites
-    ideal_ns = sum(site.duration_ns for site in sites)
+    ideal_ns = sum(site.duration_ns for site in kept.trace.sites)
     yield from _compare("ideal_ns", said.ideal_ns, ideal_ns)
-    least_ns = ideal_ns - sum(sites[k].duration_ns for k in view.idle_sites)
+    computed_ns = sum(site.duration_ns for site in sites)
+    least_ns = computed_ns - sum(sites[k].duration_ns for k in view.idle_sites)
     if said.step_ns < least_ns:
         message = f"step_ns is {said.step_ns}, less than the step without waits, {least_ns}"
         yield Violation(kind=ViolationKind.PREDICTION, message=message)

@@ -30,6 +30,7 @@ FILE_VARIABLE = "TERAPLAN_CONFIG"
 
 _KERNELS = ("inductor", "aot_eager")
 _TRAINING_STATE = ("auto", "moves", "stays")
+_RECOMPUTE = ("auto", "never")
 _PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
 _BUDGET_FORMS = '"2GiB", "500 MB", a number of bytes, or a percentage such as "60%"'
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -120,6 +121,9 @@ class Config:
     training_state: Literal["auto", "moves", "stays"] = "auto"
     """Whether parameters, gradients and optimizer state may leave the device. "auto": where they
     would take more than a device budget given in bytes."""
+    recompute: Literal["auto", "never"] = "never"
+    """Whether saved activations may be computed again in the backward: "auto": where a plan is
+    predicted to be faster so, and every bit is equal."""
     strict: bool = False
     """Raise where something would otherwise take a slower path or stay unplanned."""
     report: str | None = None
@@ -248,6 +252,12 @@ def _training_state(value: object) -> str:
     return value
 
 
+def _recompute(value: object) -> str:
+    if not isinstance(value, str) or value not in _RECOMPUTE:
+        raise ConfigError(f"expected one of {', '.join(_RECOMPUTE)}")
+    return value
+
+
 def _flag(value: object) -> bool:
     if isinstance(value, str):
         value = _WORDS.get(value.strip().lower())
@@ -282,6 +292,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "policy": _policy,
     "kernels": _kernels,
     "training_state": _training_state,
+    "recompute": _recompute,
     "strict": _flag,
     "report": _report,
     "deadline_s": _deadline_s,

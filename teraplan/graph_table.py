@@ -7,9 +7,21 @@ this process, and all that is known of the graph is what its ops carry. So this 
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import Any
 
 MIN_SLOT_BYTES = 64 << 10
 """Smaller tensors stay: a transfer of less costs more in calls than it frees in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How one saved activation can be computed again."""
+
+    sources: tuple[int, ...]
+    """Slots of the same graph that it starts from."""
+    program: str
+    """The operations and the layouts of their inputs: `sources`, and what `save` is given beside
+    the tensor. JSON; equal programs are equal texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +36,8 @@ class Slot:
     """Size as traced; another at run time where shapes are dynamic."""
     given: bool = False
     """The graph has not made it: it is, or is part of, one of its inputs."""
+    recipe: Recipe | None = None
+    """None: it can only be kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +63,13 @@ class GraphTable:
     def from_json(cls, text: str) -> "GraphTable":
         """The table that `to_json` wrote."""
         data = json.loads(text)
-        data["slots"] = tuple(Slot(**slot) for slot in data["slots"])
+        data["slots"] = tuple(_slot(slot) for slot in data["slots"])
         data["uncovered"] = tuple((name, nbytes, why) for name, nbytes, why in data["uncovered"])
         return cls(**data)
+
+
+def _slot(data: dict[str, Any]) -> Slot:
+    recipe = data.pop("recipe")
+    if recipe is not None:
+        recipe = Recipe(sources=tuple(recipe["sources"]), program=recipe["program"])
+    return Slot(**data, recipe=recipe)

@@ -6,7 +6,7 @@ Every compiled forward and its backward carry them at each saved activation:
     chain = enter(anchor, table)                chain = enter_backward(anchor, token_0, table)
     x     = gelu(...)                           x     = need(token, chain, 3, size, stride, dtype)
     ...                                         dx    = gelu_backward(dy, x)
-    token = save(x, chain, 3)                   done(x, token, chain, 3)
+    token = save(x, chain, 3, [])               done(x, token, chain, 3)
 
 The forward returns `token` (8 bytes) in the place of `x`; autograd saves it, the backward turns it
 back into the tensor. `slot` numbers the saved activations of one graph. `table` describes the graph
@@ -14,6 +14,8 @@ back into the tensor. `slot` numbers the saved activations of one graph. `table`
 graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
 through every pass of Inductor. `save` and `done` say that they mutate `x` too (they do not), so
 that they come after every use of `x`, and no kernel writes its result in the place of `x` before.
+Where `x` can be computed again (see `passes/recipes.py`), the last argument of `save` is what that
+takes beside other saved activations: parameters and small tensors.
 
 Where parameters and gradients move, too, both graphs have these besides:
 
@@ -39,7 +41,9 @@ _EXACT = (torch.Tag.needs_exact_strides,)
 
 LIBRARY.define("enter(Tensor anchor, str table) -> Tensor", tags=_EXACT)
 LIBRARY.define("enter_backward(Tensor anchor, Tensor token, str table) -> Tensor", tags=_EXACT)
-LIBRARY.define("save(Tensor(a!) x, Tensor(b!) chain, int slot) -> Tensor", tags=_EXACT)
+LIBRARY.define(
+    "save(Tensor(a!) x, Tensor(b!) chain, int slot, Tensor[] beside) -> Tensor", tags=_EXACT
+)
 LIBRARY.define(
     "need(Tensor token, Tensor(a!) chain, int slot, SymInt[] size, SymInt[] stride, "
     "ScalarType dtype) -> Tensor",
@@ -72,7 +76,9 @@ def _fake_enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) 
     return anchor.new_empty(0, dtype=torch.uint8)
 
 
-def _fake_save(x: torch.Tensor, chain: torch.Tensor, slot: int) -> torch.Tensor:
+def _fake_save(
+    x: torch.Tensor, chain: torch.Tensor, slot: int, beside: Sequence[torch.Tensor]
+) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 

@@ -10,12 +10,14 @@ The copy out starts at site `leave`. At site `gone` the runtime waits until it h
 that interval on the bytes are free. At site `back` the bytes are taken again and the copy in
 starts. At site `needed` the runtime waits until it has finished. So the memory that a plan uses
 follows from the plan alone, however fast the links turn out to be; only waiting time does not.
-Sites number_of_sites and beyond lie in the following step.
+Sites number_of_sites and beyond lie in the following step. A tensor that is computed again needs no
+link: it is dropped when it has been saved, and made where it is needed (see `recomputed_step`).
 """
 
 from dataclasses import dataclass, field
 
 from teraplan.hardware import Budgets, Hardware, Tier
+from teraplan.recomputed_step import recomputed_step
 from teraplan.step_trace import StepTrace
 
 
@@ -60,12 +62,21 @@ class HostUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputation:
+    """One saved activation that is dropped at once, and computed again where it is needed."""
+
+    tensor_id: int
+    reason: str = ""
+    """Why the planner chose it, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """What the simulator says of a plan."""
 
     step_ns: int
     ideal_ns: int
-    """The step with nothing moved and unlimited memory."""
+    """The step with nothing moved or computed again, and unlimited memory."""
     device_peak_bytes: int
     """State, workspace and resident tensors together."""
     unlimited_peak_bytes: int
@@ -79,7 +90,8 @@ class Prediction:
     stall_ns: dict[int, int] = field(default_factory=dict[int, int])
     """Waiting time by tensor id; only tensors that wait."""
     bound_ns: int = 0
-    """No valid plan for these budgets has a shorter step; 0 if nobody asked."""
+    """No valid plan for these budgets that computes the same tensors again has a shorter step; 0 if
+    nobody asked."""
 
     @property
     def gap(self) -> float | None:
@@ -96,6 +108,22 @@ class Plan:
     hardware: Hardware
     trace: StepTrace
     migrations: tuple[Migration, ...]
+    """Of the tensors of `step`."""
     prediction: Prediction
     host_updates: tuple[HostUpdate, ...] = ()
     """All other updates run on the device."""
+    recomputed: tuple[Recomputation, ...] = ()
+
+    @property
+    def step(self) -> StepTrace:
+        """What is run: the trace with the recomputed tensors dropped and made again."""
+        if not self.recomputed:
+            return self.trace
+        return recomputed_step(self.trace, [choice.tensor_id for choice in self.recomputed])
+
+    @property
+    def choices(
+        self,
+    ) -> tuple[tuple[Migration, ...], tuple[HostUpdate, ...], tuple[Recomputation, ...]]:
+        """All that was decided."""
+        return self.migrations, self.host_updates, self.recomputed

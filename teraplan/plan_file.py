@@ -6,7 +6,8 @@ that people read and edit is `migrations`, one line each, with the tensor's name
     {"back": 90, "clean": false, "gone": 12, "leave": 7, "needed": 95, "reason": "idle 1.20 s",
      "tensor": "g0.c0/gelu_3", "tier": "storage"}
 
-After an edit, `teraplan.check_plan` says whether it still holds.
+and `recomputed`, which names the tensors that are computed again. After an edit,
+`teraplan.check_plan` says whether it still holds.
 """
 
 from dataclasses import fields
@@ -15,7 +16,8 @@ from pathlib import Path
 from teraplan.errors import PlanMismatchError
 from teraplan.hardware import Budgets, Hardware, HostCores, Link, Tier
 from teraplan.json_files import Node, load_object, write_object
-from teraplan.plan import HostUpdate, Migration, Plan, Prediction
+from teraplan.plan import HostUpdate, Migration, Plan, Prediction, Recomputation
+from teraplan.recomputed_step import independent, recomputable
 from teraplan.step_trace import Fingerprint, StepTrace
 from teraplan.trace_file import decode_trace, encode_trace
 
@@ -23,8 +25,8 @@ SCHEMA = "teraplan.plan"
 # 1 (2026-11): first version.
 # 2 (2026-11): `hardware.device_port`, `prediction.bound_ns`, version 2 of traces; what version 1
 #   lacks is null, 0 and not known.
-# 3 (2026-11): `host_updates`, `hardware.host_cores`, version 3 of traces; before, all updates were
-#   on the device.
+# 3 (2026-11): `host_updates`, `hardware.host_cores`, `recomputed`, version 3 of traces; before, all
+#   updates were on the device, and nothing was computed again.
 SCHEMA_VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)
 
@@ -35,8 +37,10 @@ PLAN_FIELDS = (
     "trace",
     "migrations",
     "host_updates",
+    "recomputed",
     "prediction",
 )
+_RECOMPUTATION_FIELDS = ("tensor", "reason")
 _MIGRATION_FIELDS = ("tensor", "leave", "gone", "back", "needed", "tier", "clean", "reason")
 _BUDGET_FIELDS = ("device_bytes", "host_bytes", "storage_bytes")
 _HARDWARE_FIELDS = (
@@ -128,6 +132,10 @@ def encode_plan(plan: Plan) -> dict[str, object]:
             {name: getattr(h, name) for name in (*_UPDATE_SITES, "reason")}
             for h in plan.host_updates
         ],
+        "recomputed": [
+            {"tensor": names[choice.tensor_id], "reason": choice.reason}
+            for choice in plan.recomputed
+        ],
         "prediction": {name: getattr(prediction, name) for name in _PREDICTION_INTS}
         | {
             "bound_ns": prediction.bound_ns,
@@ -158,6 +166,7 @@ def decode_plan(node: Node) -> Plan:
         )
         if node.has("host_updates")
         else (),
+        recomputed=_decode_recomputed(node, trace, ids),
     )
 
 
@@ -168,6 +177,31 @@ def _decode_host_update(node: Node, trace: StepTrace, limit: int) -> HostUpdate:
         raise node.get("update").fail(f"is {update}; the trace has {len(trace.updates)} updates")
     sites = {name: node.get(name).integer(limit) for name in _UPDATE_SITES[1:]}
     return HostUpdate(update=update, reason=node.get("reason").text(), **sites)
+
+
+def _decode_recomputed(
+    plan: Node, trace: StepTrace, ids: dict[str, int]
+) -> tuple[Recomputation, ...]:
+    """What is computed again; each tensor at most once, and only one that can be."""
+    if not plan.has("recomputed"):
+        return ()
+    can_be = {tensor_id for tensor_id, _ in recomputable(trace)}
+    found: list[Recomputation] = []
+    for item in plan.get("recomputed").items():
+        node = item.only(_RECOMPUTATION_FIELDS).get("tensor")
+        tensor_id = _decode_tensor(node, ids)
+        if tensor_id not in can_be:
+            raise node.fail(f'"{node.text()}" cannot be computed again')
+        can_be.discard(tensor_id)
+        found.append(Recomputation(tensor_id=tensor_id, reason=item.get("reason").text()))
+    chosen = [choice.tensor_id for choice in found]
+    dependent = set(chosen) - set(independent(trace, chosen))
+    if dependent:
+        name = trace.tensors[min(dependent)].name
+        raise plan.get("recomputed").fail(
+            f'"{name}" and what it is computed from, or for, cannot both be computed again'
+        )
+    return tuple(found)
 
 
 def encode_hardware(hardware: Hardware) -> dict[str, object]:

@@ -4,12 +4,13 @@ What happens when is `simulator`'s; this adds everything that follows from the p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from teraplan.hardware import Hardware, Tier
 from teraplan.memory_curve import device_curve, fixed_curve, peak
 from teraplan.placed_step import HostWork, PlacedStep
-from teraplan.plan import HostUpdate, Migration, Prediction
+from teraplan.plan import HostUpdate, Migration, Prediction, Recomputation
+from teraplan.recomputed_step import recomputed_step
 from teraplan.run_record import Direction, StallRecord, TransferRecord
 from teraplan.simulator import Simulator, Timing, Transfer
 from teraplan.step_trace import StepTrace
@@ -153,9 +154,17 @@ def predict(
     hardware: Hardware,
     migrations: Sequence[Migration],
     host_updates: Sequence[HostUpdate] = (),
+    recomputed: Sequence[Recomputation] = (),
 ) -> Prediction:
-    """The prediction that belongs into a plan with these migrations and host updates."""
-    return prediction_of(simulate(trace, hardware, migrations, host_updates))
+    """The prediction that belongs into a plan with these migrations and other choices."""
+    if not recomputed:
+        return prediction_of(simulate(trace, hardware, migrations, host_updates))
+    step = recomputed_step(trace, [choice.tensor_id for choice in recomputed])
+    return replace(
+        prediction_of(simulate(step, hardware, migrations, host_updates)),
+        ideal_ns=trace.duration_ns,
+        unlimited_peak_bytes=peak(device_curve(trace)),
+    )
 
 
 def prediction_of(simulation: Simulation) -> Prediction:

@@ -57,6 +57,12 @@ class Status:
     bytes_out: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes that left the device in the last step, by tier."""
     bytes_back: dict[str, int] = field(default_factory=dict[str, int])
+    recomputed: int = 0
+    """Saved activations that the plan computes again."""
+    recomputed_bytes: int = -1
+    """Of them, in the last step."""
+    recomputed_ns: int = -1
+    """That took so long."""
     moving_state_bytes: int = -1
     """Parameters, gradients and optimizer state that move, wherever they are; -1: none moves."""
     moving_state_budget_bytes: int = -1
@@ -94,6 +100,11 @@ class Status:
             lines.append(
                 f"  {tier:8} out / back        {_bytes(self.bytes_out[tier])}"
                 f" / {_bytes(self.bytes_back.get(tier, 0))} per step"
+            )
+        if self.recomputed:
+            lines.append(
+                f"  computed again             {self.recomputed} activations, "
+                f"{_bytes(self.recomputed_bytes)} in {_time(self.recomputed_ns)}"
             )
         if self.moving_state_bytes >= 0:
             lines += [

@@ -67,6 +67,18 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """How an activation can be computed again where it is needed, instead of being kept."""
+
+    duration_ns: int
+    """Computation that it takes, as measured."""
+    sources: tuple[int, ...]
+    """Ids of the tensors that have to be on the device for it."""
+    temporary_bytes: int = 0
+    """Memory that it takes beside them and its result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """One tensor of the step that the runtime can move."""
 
@@ -85,6 +97,8 @@ class Tensor:
     changed_in: tuple[int, ...] | None = None
     """Numbers of the windows in which its bytes change, so that older copies of it are worthless;
     None if not known. That of its birth need not be among them."""
+    recompute: Recompute | None = None
+    """None: it can only be kept or moved."""
 
     @property
     def changes(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from teraplan.errors import FileFormatError
 from teraplan.json_files import Node, load_object, write_object
 from teraplan.step_trace import (
     Fingerprint,
+    Recompute,
     Site,
     SiteKind,
     StepTrace,
@@ -35,7 +36,7 @@ from teraplan.step_trace import (
 SCHEMA = "teraplan.trace"
 # 1 (2026-11): first version.
 # 2 (2026-11): tensors have `changed_in`; in version 1 it is not known.
-# 3 (2026-11): `updates`; older versions have none.
+# 3 (2026-11): `updates`, and tensors have `recompute`; older versions have none.
 SCHEMA_VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)
 
@@ -60,9 +61,11 @@ _TENSOR_FIELDS = (
     "windows",
     "persistent",
     "changed_in",
+    "recompute",
 )
 _UPDATE_SITES = ("start", "end", "ready")
 _UPDATE_TENSORS = ("parameters", "gradients", "states")
+_RECOMPUTE_FIELDS = ("duration_ns", "sources", "temporary_bytes")
 _FINGERPRINT_FIELDS = ("graphs", "shapes", "torch_version", "kernels", "device")
 
 
@@ -120,6 +123,7 @@ def encode_trace(trace: StepTrace) -> dict[str, object]:
                 "windows": [list(window) for window in tensor.windows],
                 "persistent": tensor.persistent,
                 "changed_in": None if tensor.changed_in is None else list(tensor.changed_in),
+                "recompute": _encode_recompute(tensor.recompute, trace.tensors),
             }
             for tensor in trace.tensors
         ],
@@ -131,6 +135,18 @@ def encode_trace(trace: StepTrace) -> dict[str, object]:
             }
             for update in trace.updates
         ],
+    }
+
+
+def _encode_recompute(
+    recompute: Recompute | None, tensors: Sequence[Tensor]
+) -> dict[str, object] | None:
+    if recompute is None:
+        return None
+    return {
+        "duration_ns": recompute.duration_ns,
+        "sources": [tensors[source].name for source in recompute.sources],
+        "temporary_bytes": recompute.temporary_bytes,
     }
 
 
@@ -149,7 +165,8 @@ def decode_trace(node: Node) -> StepTrace:
     node.only(("fingerprint", "state_bytes", "graph_names", "sites", "tensors", "updates"))
     tensor_nodes = node.get("tensors").items()
     sites = _decode_sites(node, len(tensor_nodes))
-    tensors = tuple(_decode_tensor(tensor, len(sites)) for tensor in tensor_nodes)
+    ids = {tensor.get("name").text(): i for i, tensor in enumerate(tensor_nodes)}
+    tensors = tuple(_decode_tensor(tensor, len(sites), ids) for tensor in tensor_nodes)
     names: set[str] = set()
     for tensor, tensor_node in zip(tensors, tensor_nodes, strict=True):
         if tensor.name in names:
@@ -242,7 +259,7 @@ def _decode_sites(trace: Node, num_tensors: int) -> tuple[Site, ...]:
     )
 
 
-def _decode_tensor(node: Node, num_sites: int) -> Tensor:
+def _decode_tensor(node: Node, num_sites: int, ids: dict[str, int]) -> Tensor:
     node.only(_TENSOR_FIELDS)
     kind = node.get("kind")
     if kind.text() not in {k.value for k in TensorKind}:
@@ -268,6 +285,23 @@ def _decode_tensor(node: Node, num_sites: int) -> Tensor:
         windows=tuple(windows),
         persistent=node.get("persistent").flag(),
         changed_in=_decode_changes(node, len(windows)),
+        recompute=_decode_recompute(node, ids),
+    )
+
+
+def _decode_recompute(tensor: Node, ids: dict[str, int]) -> Recompute | None:
+    if not tensor.has("recompute") or tensor.get("recompute").is_null():
+        return None
+    node = tensor.get("recompute").only(_RECOMPUTE_FIELDS)
+    sources: list[int] = []
+    for item in node.get("sources").items():
+        if item.text() not in ids:
+            raise item.fail(f'"{item.text()}" is no tensor of this trace')
+        sources.append(ids[item.text()])
+    return Recompute(
+        duration_ns=node.get("duration_ns").integer(),
+        sources=tuple(sources),
+        temporary_bytes=node.get("temporary_bytes").integer(),
     )
 
 

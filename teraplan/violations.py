@@ -26,6 +26,8 @@ class ViolationKind(StrEnum):
     DEVICE_BUDGET = "device_budget"
     HOST_BUDGET = "host_budget"
     STORAGE_BUDGET = "storage_budget"
+    RECOMPUTED = "recomputed"
+    """A tensor that cannot be computed again, or not with the others."""
     PREDICTION = "prediction"
     """A predicted number is not what follows from the plan."""
 

@@ -16,7 +16,7 @@ from teraplan.report.table import to_ascii
 from teraplan.run_file import SCHEMA as RUNS_SCHEMA
 from teraplan.run_file import read_runs
 from teraplan.run_record import RunRecord
-from teraplan.simulate import prediction_of, simulate
+from teraplan.simulate import predict, simulate
 
 DONE, NO, BAD_INPUT = 0, 1, 2
 
@@ -88,9 +88,10 @@ def read_drawn(path: Path, step: int | None) -> Drawn:
     """
     plan, runs = read_plan_or_runs(path)
     require_valid(plan)
-    simulation = simulate(plan.trace, plan.hardware, plan.migrations, plan.host_updates)
+    simulation = simulate(plan.step, plan.hardware, plan.migrations, plan.host_updates)
     # A person may have edited the migrations: what is drawn must fit together.
-    plan = replace(plan, prediction=prediction_of(simulation))
+    prediction = predict(plan.trace, plan.hardware, *plan.choices)
+    plan = replace(plan, prediction=prediction)
     run = _choose(runs, step, path)
     return Drawn(
         plan=plan,

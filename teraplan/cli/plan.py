@@ -35,6 +35,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say by a linear program how fast a plan could be at most (needs scipy)",
     )
     parser.add_argument(
+        "--no-recompute",
+        action="store_true",
+        help="compute no activation again, though the trace says how",
+    )
+    parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="where the plan goes"
     )
 
@@ -51,6 +56,7 @@ def _run(options: argparse.Namespace) -> int:
             candidates=[read_plan(path) for path in options.candidate],
             time_limit_s=options.time_limit,
             tight_bound=options.tight_bound,
+            recompute=not options.no_recompute,
         )
     except InfeasibleBudgetError as error:
         report: dict[str, object] = {

@@ -8,6 +8,7 @@ from teraplan.check_plan import check_plan
 from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_plan_or_runs
 from teraplan.errors import PlanMismatchError
 from teraplan.library.machine_file import find_machine
+from teraplan.plan import Plan
 from teraplan.report.check_text import violations_text
 from teraplan.report.critical_path import critical_path
 from teraplan.report.plan_text import plan_json, plan_screen
@@ -27,28 +28,30 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     trace = read_trace(options.trace)
     plan, _ = read_plan_or_runs(options.plan)
-    _require_same_step(trace, plan.trace)
+    _require_same_step(trace, plan)
     hardware = find_machine(options.hardware).hardware if options.hardware else plan.hardware
-    moves = (plan.migrations, plan.host_updates)
-    prediction = predict(trace, hardware, *moves)
+    prediction = predict(trace, hardware, *plan.choices)
     bound_ns = plan.prediction.bound_ns if hardware == plan.hardware else 0
     if trace == plan.trace:
         prediction = replace(prediction, bound_ns=bound_ns)
     again = replace(plan, trace=trace, hardware=hardware, prediction=prediction)
     violations = check_plan(again)
+    step = again.step if not violations else trace
+    moves = (plan.migrations, plan.host_updates)
     if options.json:
-        path = None if violations else critical_path(trace, hardware, *moves).as_json()
+        path = None if violations else critical_path(step, hardware, *moves).as_json()
         emit_json(plan_json(again) | {"fits": not violations, "critical_path": path})
     elif violations:
         emit(violations_text(again, violations))
     else:
-        path_lines = critical_path(trace, hardware, *moves).describe(trace)
+        path_lines = critical_path(step, hardware, *moves).describe(step)
         emit("\n".join([plan_screen(again), "", "What the step is as long as:", *path_lines]))
     return NO if violations else DONE
 
 
-def _require_same_step(trace: StepTrace, planned: StepTrace) -> None:
+def _require_same_step(trace: StepTrace, plan: Plan) -> None:
     """Raise PlanMismatchError unless both have the same tensors, touched at the same sites."""
+    planned = plan.trace
     ours = [(tensor.name, tensor.nbytes, tensor.windows) for tensor in trace.tensors]
     theirs = [(tensor.name, tensor.nbytes, tensor.windows) for tensor in planned.tensors]
     if len(trace.sites) != len(planned.sites) or ours != theirs:
@@ -56,6 +59,12 @@ def _require_same_step(trace: StepTrace, planned: StepTrace) -> None:
             "the plan is for another step: its tensors or the sites that touch them differ from "
             "those of the trace; only times may differ"
         )
+    for choice in plan.recomputed:
+        tensor = trace.tensors[choice.tensor_id]
+        if tensor.recompute is None:
+            raise PlanMismatchError(
+                f"the plan computes {tensor.name} again, and the trace does not say what that takes"
+            )
 
 
 COMMAND = Command(

@@ -12,14 +12,16 @@ from teraplan.bound import split_bound_ns, step_bound_ns
 from teraplan.check_plan import check_plan, require_valid
 from teraplan.errors import ConfigError
 from teraplan.hardware import Budgets, Hardware, Tier
-from teraplan.plan import HostUpdate, Plan
+from teraplan.plan import HostUpdate, Plan, Recomputation
 from teraplan.planners.base import Planner, Problem, require_feasible
 from teraplan.planners.baselines import plan_on_demand, plan_statically
+from teraplan.planners.recompute import with_recomputed
 from teraplan.planners.rules import apply_rules
 from teraplan.planners.stall_driven import plan_by_stalls
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.update_split import split_updates
 from teraplan.planners.victims import farthest_use, first_saved
+from teraplan.recomputed_step import recomputed_step
 from teraplan.relaxation import relaxed_bound_ns
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
@@ -50,6 +52,7 @@ def make_plan(
     candidates: Sequence[Plan] = (),
     time_limit_s: float | None = None,
     tight_bound: bool = False,
+    recompute: bool = True,
 ) -> Plan:
     """A plan for `trace` within `budgets`, accepted by the independent checker.
 
@@ -66,39 +69,49 @@ def make_plan(
             first plan is finished in any case. The same input then no longer gives the same plan.
         tight_bound: bound the step by a linear program (`relaxation`), which needs scipy and takes
             about as long as planning.
+        recompute: let "teraplan" compute activations again where the trace says how and that is
+            faster. Not looked at if there are rules.
 
     Raises:
         ConfigError: if there is no such policy, a rule matches nothing, or scipy is missing.
         InfeasibleBudgetError: if no plan fits; says which site needs how much.
     """
     planner = planner_named(policy)
-    problem = Problem.of(trace, hardware, budgets)
-    require_feasible(problem)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    ruled = apply_rules(trace, rules or {})
-    asked = replace(
-        Problem.of(ruled.trace, hardware, budgets) if rules else problem,
-        only_tier=ruled.only_tier,
-        may_be_hosted=ruled.may_be_hosted,
-        deadline=deadline,
-    )
-    require_feasible(asked)
-    migrations = planner(asked)
-    host_updates: tuple[HostUpdate, ...] = ()
-    if planner is plan_by_stalls:
-        migrations, host_updates = split_updates(asked, planner, migrations)
-    prediction = predict(trace, hardware, migrations, host_updates)
-    prediction = replace(prediction, bound_ns=_bound_ns(problem, tight_bound))
-    plan = Plan(
-        policy=policy,
-        budgets=budgets,
-        hardware=hardware,
-        trace=trace,
-        migrations=migrations,
-        prediction=prediction,
-        host_updates=host_updates,
-    )
-    require_valid(plan)
+
+    def plan_step(measured: StepTrace, recomputed: tuple[Recomputation, ...] = ()) -> Plan:
+        step = recomputed_step(measured, [choice.tensor_id for choice in recomputed])
+        problem = Problem.of(step, hardware, budgets)
+        require_feasible(problem)
+        ruled = apply_rules(step, rules or {})
+        asked = replace(
+            Problem.of(ruled.trace, hardware, budgets) if rules else problem,
+            only_tier=ruled.only_tier,
+            may_be_hosted=ruled.may_be_hosted,
+            deadline=deadline,
+        )
+        require_feasible(asked)
+        migrations = planner(asked)
+        host_updates: tuple[HostUpdate, ...] = ()
+        if planner is plan_by_stalls:
+            migrations, host_updates = split_updates(asked, planner, migrations)
+        prediction = predict(measured, hardware, migrations, host_updates, recomputed)
+        plan = Plan(
+            policy=policy,
+            budgets=budgets,
+            hardware=hardware,
+            trace=measured,
+            migrations=migrations,
+            prediction=replace(prediction, bound_ns=_bound_ns(problem, tight_bound)),
+            host_updates=host_updates,
+            recomputed=recomputed,
+        )
+        require_valid(plan)
+        return plan
+
+    plan = plan_step(trace)
+    if recompute and planner is plan_by_stalls and not rules:
+        plan = with_recomputed(plan, plan_step)
     for other in candidates if not rules else ():
         again = _remade(other, plan)
         if again is not None and again.prediction.step_ns < plan.prediction.step_ns:
@@ -120,14 +133,15 @@ def _remade(candidate: Plan, plan: Plan) -> Plan | None:
         return None
     if candidate.host_updates and (plan.hardware.host_cores is None or links[Tier.HOST] is None):
         return None
-    moves = (candidate.migrations, candidate.host_updates)
-    prediction = predict(plan.trace, plan.hardware, *moves)
+    prediction = predict(plan.trace, plan.hardware, *candidate.choices)
+    same = candidate.recomputed == plan.recomputed
     remade = replace(
         plan,
         policy=candidate.policy,
         migrations=candidate.migrations,
         host_updates=candidate.host_updates,
-        prediction=replace(prediction, bound_ns=plan.prediction.bound_ns),
+        prediction=replace(prediction, bound_ns=plan.prediction.bound_ns if same else 0),
+        recomputed=candidate.recomputed,
     )
     return None if check_plan(remade) else remade
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from teraplan.hardware import Tier
-from teraplan.plan import HostUpdate, Migration, Plan
+from teraplan.plan import HostUpdate, Migration, Plan, Recomputation
 from teraplan.report.folding import (
     layer_fold,
     merge_numbers,
@@ -22,7 +22,9 @@ class Decision:
     tensor_id: int
     tensor: Tensor
     migration: Migration | None
-    """None: the tensor stays on the device in all of the step."""
+    """None: the tensor does not move."""
+    recomputed: Recomputation | None
+    """Set if it is dropped and computed again; else a tensor that does not move stays."""
     when: str
     """Phases in which it leaves and is needed: "forward → backward"."""
     stall_ns: int
@@ -41,7 +43,9 @@ class Row:
     num_tensors: int
     kind: TensorKind
     tier: Tier | None
-    """None: stays on the device, or its update is the host's."""
+    """None: stays on the device, is dropped, or its update is the host's."""
+    recomputed: bool
+    """Dropped and computed again."""
     clean: bool
     hosted: bool
     """Whether the host updates its bucket."""
@@ -58,6 +62,7 @@ def decisions(plan: Plan) -> tuple[Decision, ...]:
     for migration in plan.migrations:
         by_tensor.setdefault(migration.tensor_id, []).append(migration)
     hosted = {i: h for h in plan.host_updates for i in plan.trace.updates[h.update].tensor_ids}
+    again = {choice.tensor_id: choice for choice in plan.recomputed}
     found: list[Decision] = []
     for tensor_id, tensor in enumerate(plan.trace.tensors):
         chosen = sorted(by_tensor.get(tensor_id, ()), key=lambda migration: migration.leave)
@@ -70,6 +75,7 @@ def decisions(plan: Plan) -> tuple[Decision, ...]:
                     tensor_id=tensor_id,
                     tensor=tensor,
                     migration=choice if isinstance(choice, Migration) else None,
+                    recomputed=again.get(tensor_id),
                     when=_when(plan.trace, choice),
                     stall_ns=0 if place else plan.prediction.stall_ns.get(tensor_id, 0),
                     host_update=choice if isinstance(choice, HostUpdate) else None,
@@ -105,7 +111,11 @@ def fold(plan: Plan) -> tuple[Row, ...]:
         groups.setdefault(_key(decision), []).append(decision)
     layers = {tensor.layer or tensor.name for tensor in plan.trace.tensors}
     rows = [_row(group, layers) for group in groups.values()]
-    return tuple(sorted(rows, key=lambda row: (row.tier is None, -row.nbytes, row.layer, row.node)))
+
+    def rank(row: Row) -> tuple[object, ...]:
+        return row.tier is None and not row.recomputed, -row.nbytes, row.layer, row.node
+
+    return tuple(sorted(rows, key=rank))
 
 
 def _key(decision: Decision) -> tuple[object, ...]:
@@ -117,6 +127,7 @@ def _key(decision: Decision) -> tuple[object, ...]:
         decision.when,
         (migration.tier, migration.clean, text_template(migration.reason)) if migration else None,
         decision.host_update is not None,
+        text_template(decision.recomputed.reason) if decision.recomputed else None,
     )
 
 
@@ -126,8 +137,8 @@ def _row(group: list[Decision], layers: Iterable[str]) -> Row:
         (decision.tensor.layer or decision.tensor.name for decision in group), layers
     )
     migration = first.migration
-    reasons = [d.migration.reason for d in group if d.migration]
-    reasons += [d.host_update.reason for d in group if d.host_update]
+    why = [d.migration or d.host_update or d.recomputed for d in group]
+    reasons = [choice.reason for choice in why if choice]
     return Row(
         layer=folded[0].label,
         num_layers=folded[0].count,
@@ -135,6 +146,7 @@ def _row(group: list[Decision], layers: Iterable[str]) -> Row:
         num_tensors=len(group),
         kind=first.tensor.kind,
         tier=migration.tier if migration else None,
+        recomputed=first.recomputed is not None,
         clean=migration.clean if migration else False,
         hosted=first.host_update is not None,
         when=first.when,

@@ -78,7 +78,7 @@ def graph_calls(
 
 def draw_plan(plan: Plan, simulation: Simulation) -> Drawing:
     """The step as it is predicted under `plan`."""
-    trace, placed = plan.trace, PlacedStep.of(plan.trace, plan.host_updates)
+    trace, placed = plan.step, PlacedStep.of(plan.step, plan.host_updates)
     starts, step_ns = simulation.site_start_ns, simulation.step_ns
     return Drawing(
         name="planned",
@@ -87,7 +87,7 @@ def draw_plan(plan: Plan, simulation: Simulation) -> Drawing:
         calls=graph_calls(trace, starts, step_ns),
         managed_bytes=simulation.managed_bytes,
         fixed_bytes=_ints(fixed_curve(placed.trace)),
-        unlimited_bytes=_ints(device_curve(trace)),
+        unlimited_bytes=_ints(device_curve(plan.trace)),
         transfers=simulation.transfers,
         stalls=simulation.stalls,
         host_updates=simulation.host_updates,
@@ -100,7 +100,7 @@ def draw_run(plan: Plan, run: RunRecord) -> Drawing:
     Raises:
         FileFormatError: if the run has other sites than the plan.
     """
-    trace = plan.trace
+    trace = plan.step
     lengths = {len(trace.sites), len(run.site_start_ns), len(run.managed_bytes)}
     if len(lengths) > 1:
         raise FileFormatError(
@@ -115,7 +115,7 @@ def draw_run(plan: Plan, run: RunRecord) -> Drawing:
         calls=graph_calls(trace, run.site_start_ns, run.duration_ns),
         managed_bytes=run.managed_bytes,
         fixed_bytes=_ints(fixed_curve(trace)),
-        unlimited_bytes=_ints(device_curve(trace)),
+        unlimited_bytes=_ints(device_curve(plan.trace)),
         transfers=run.transfers,
         stalls=run.stalls,
     )

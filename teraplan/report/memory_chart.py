@@ -22,7 +22,7 @@ _EIGHTHS = "▁▂▃▄▅▆▇█"
 
 def memory_chart(plan: Plan, width: int = 72, height: int = 8) -> list[str]:
     """Device memory with and without `plan` over the computation of the step, budget marked."""
-    placed = PlacedStep.of(plan.trace, plan.host_updates)
+    placed = PlacedStep.of(plan.step, plan.host_updates)
     with_plan: list[int] = placed.device(plan.migrations).tolist()
     without: list[int] = device_curve(plan.trace).tolist()
     intervals = sampled_intervals(plan.trace, width)

@@ -112,16 +112,23 @@ def _numbers(plan: Plan) -> tuple[tuple[str, int], ...]:
 def _decisions(before: Plan, after: Plan) -> tuple[DecisionChange, ...]:
     old, new = _by_period(before), _by_period(after)
     groups: dict[tuple[str, str, str], list[Tensor]] = {}
+
+    def add(what: str, tensor: Tensor) -> None:
+        template = name_template(tensor.layer or tensor.name)
+        node = node_label(tensor.name, tensor.layer) if tensor.layer else ""
+        groups.setdefault((what, template, node), []).append(tensor)
+
     for key in [*old, *(key for key in new if key not in old)]:
         what = _difference(old.get(key), new.get(key))
         if what:
-            tensor = (new.get(key) or old[key])[0]
-            template = name_template(tensor.layer or tensor.name)
-            node = node_label(tensor.name, tensor.layer) if tensor.layer else ""
-            groups.setdefault((what, template, node), []).append(tensor)
+            add(what, (new.get(key) or old[key])[0])
     for what, tensors in _moved_updates(before, after):
         template = name_template(tensors[0].layer or tensors[0].name)
         groups.setdefault((what, template, ""), []).extend(tensors)
+    made, makes = _recomputed(before), _recomputed(after)
+    for name, tensor in (made | makes).items():
+        if name not in made or name not in makes:
+            add("computed again" if name in makes else "no longer computed again", tensor)
     changes = [
         DecisionChange(what=what, tensors=tuple(tensors))
         for (what, _, _), tensors in groups.items()
@@ -149,6 +156,11 @@ def _by_period(plan: Plan) -> dict[tuple[str, int], tuple[Tensor, Migration]]:
         tensor = plan.trace.tensors[migration.tensor_id]
         found[tensor.name, _period(plan.trace, migration)] = (tensor, migration)
     return found
+
+
+def _recomputed(plan: Plan) -> dict[str, Tensor]:
+    tensors = (plan.trace.tensors[choice.tensor_id] for choice in plan.recomputed)
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def _period(trace: StepTrace, migration: Migration) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from teraplan.hardware import Link, Tier
-from teraplan.plan import Plan
+from teraplan.plan import HostUpdate, Migration, Plan, Recomputation
 from teraplan.report.decisions import Decision, Row, decisions, fold
 from teraplan.report.memory_chart import memory_chart
 from teraplan.report.summary import covered, hosted_line, step_line, top_stalls
@@ -14,6 +14,7 @@ from teraplan.units import format_bandwidth, format_nbytes, format_ns
 _MAX_ROWS = 16
 _KEPT = "stays"
 _HOSTED = "host cores"
+_RECOMPUTED = "recomputed"
 
 
 def plan_screen(plan: Plan) -> str:
@@ -32,7 +33,7 @@ def plan_details(plan: Plan) -> str:
     """`plan` with every decision on a line of its own, nothing folded."""
     rows = [("tier", "tensor", "layer", "bytes", "wait", "leave", "gone", "back", "needed", "why")]
     for decision in decisions(plan):
-        tensor, chosen = decision.tensor, decision.migration or decision.host_update
+        tensor, chosen = decision.tensor, _chosen(decision)
         rows.append(
             (
                 _place(decision),
@@ -45,6 +46,10 @@ def plan_details(plan: Plan) -> str:
             )
         )
     return "\n".join([*_head(plan), "", *aligned(rows, "<<<>>>>>>")])
+
+
+def _chosen(decision: Decision) -> Migration | HostUpdate | Recomputation | None:
+    return decision.migration or decision.host_update or decision.recomputed
 
 
 def _head(plan: Plan) -> list[str]:
@@ -98,6 +103,8 @@ def _place(decision: Decision) -> str:
     if decision.host_update:
         return _HOSTED
     migration = decision.migration
+    if migration is None and decision.recomputed:
+        return _RECOMPUTED
     return _tier(migration.tier, migration.clean) if migration else _KEPT
 
 
@@ -119,7 +126,11 @@ def _row_table(rows: Sequence[Row]) -> list[str]:
     table = [("where", "what", "", "bytes", "wait", "when", "why")]
     table += [
         (
-            _HOSTED if row.hosted else _tier(row.tier, row.clean),
+            _HOSTED
+            if row.hosted
+            else _RECOMPUTED
+            if row.recomputed
+            else _tier(row.tier, row.clean),
             row_label(row),
             f"{TIMES}{row.num_tensors}" if row.num_tensors > 1 else "",
             format_nbytes(row.nbytes),
@@ -150,6 +161,7 @@ def plan_json(plan: Plan, *, everything: bool = False) -> dict[str, object]:
         "num_tensors": len(names),
         "num_migrations": len(plan.migrations),
         "num_host_updates": len(plan.host_updates),
+        "num_recomputed": len(plan.recomputed),
         "rows": [asdict(row) for row in fold(plan)],
     }
     if everything:
@@ -159,4 +171,8 @@ def plan_json(plan: Plan, *, everything: bool = False) -> dict[str, object]:
             for m in plan.migrations
         ]
         facts["host_updates"] = [asdict(h) for h in plan.host_updates]
+        facts["recomputed"] = [
+            {"tensor": names[choice.tensor_id], "reason": choice.reason}
+            for choice in plan.recomputed
+        ]
     return facts

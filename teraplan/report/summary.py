@@ -51,14 +51,17 @@ def covered(plan: Plan) -> str:
     """How many tensors of which kind move, as one sentence."""
     tensors = plan.trace.tensors
     moved = {migration.tensor_id for migration in plan.migrations}
+    again = _computed_again(plan)
     if not moved and plan.host_updates:
         return f'{hosted_line(plan)}; policy "{plan.policy}" on {_device(plan)}'
+    if not moved and again:
+        return f'nothing moves; {again}; policy "{plan.policy}" on {_device(plan)}'
     if not moved:
         return f"nothing moves, all {len(tensors)} tensors of the step stay on {_device(plan)}"
     kinds = Counter(tensors[tensor_id].kind for tensor_id in moved)
     words = ", ".join(_counted(count, kind) for kind, count in kinds.most_common())
     return (
-        f"{len(moved)} of {len(tensors)} tensors move ({words}); "
+        f"{len(moved)} of {len(tensors)} tensors move ({words}); {again}{'; ' if again else ''}"
         f'policy "{plan.policy}" on {_device(plan)}'
     )
 
@@ -74,6 +77,13 @@ def hosted_line(plan: Plan) -> str:
     )
 
 
+def _computed_again(plan: Plan) -> str:
+    if not plan.recomputed:
+        return ""
+    nbytes = sum(plan.trace.tensors[choice.tensor_id].nbytes for choice in plan.recomputed)
+    return f"{len(plan.recomputed)} are computed again ({format_nbytes(nbytes)})"
+
+
 def _counted(count: int, kind: TensorKind) -> str:
     return f"{count} {_PLURALS[kind] if count > 1 else kind.replace('_', ' ')}"
 
@@ -85,20 +95,22 @@ def _device(plan: Plan) -> str:
 def step_line(plan: Plan) -> str:
     """Predicted time of the step beside the ideal."""
     step_ns, ideal_ns = plan.prediction.step_ns, plan.prediction.ideal_ns
-    waiting_ns = step_ns - ideal_ns
-    if waiting_ns < 0:
+    again_ns = plan.step.duration_ns - plan.trace.duration_ns
+    waiting_ns = step_ns - ideal_ns - again_ns
+    if step_ns < ideal_ns:
         return (
-            f"{format_ns(step_ns)} predicted, {format_ns(-waiting_ns)} less than with all updates "
-            f"on a device of unlimited memory"
+            f"{format_ns(step_ns)} predicted, {format_ns(ideal_ns - step_ns)} less than with all "
+            "updates on a device of unlimited memory"
         )
-    if waiting_ns == 0:
+    if step_ns == ideal_ns:
         return f"{format_ns(step_ns)} predicted, all of it computation (the ideal)"
-    percent = f"+{100 * waiting_ns / ideal_ns:.1f} %" if ideal_ns else "ideal unknown"
+    percent = f"+{100 * (step_ns - ideal_ns) / ideal_ns:.1f} %" if ideal_ns else "ideal unknown"
+    again = f"+ {format_ns(again_ns)} computing again " if again_ns else ""
     gap = plan.prediction.gap
     near = "" if gap is None else f"; no plan is more than {100 * gap:.1f} % faster"
     return (
         f"{format_ns(step_ns)} predicted = {format_ns(ideal_ns)} computation (the ideal) "
-        f"+ {format_ns(waiting_ns)} waiting ({percent}){near}"
+        f"{again}+ {format_ns(waiting_ns)} waiting ({percent}){near}"
     )
 
 

@@ -49,10 +49,15 @@ def recorded_orders() -> Iterator[tuple[Order, Order]]:
     need: Any = Engine.need
 
     def run_save(
-        self: Engine, x: torch.Tensor, table: GraphTable, call: int, slot: int
+        self: Engine,
+        x: torch.Tensor,
+        table: GraphTable,
+        call: int,
+        slot: int,
+        *beside: list[torch.Tensor],
     ) -> torch.Tensor:
         executed.append(("save", slot))
-        token = save(self, x, table, call, slot)
+        token = save(self, x, table, call, slot, *beside)
         slots[int(token)] = slot
         return token
 

@@ -1,0 +1,68 @@
+"""The checker's own view of tensors that are computed again (see `check_plan`)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from teraplan.plan import Plan
+
+
+def wrong_recomputed(plan: Plan) -> Iterator[str]:
+    """Why tensors cannot be computed again as the plan has it."""
+    tensors = plan.trace.tensors
+    chosen = [choice.tensor_id for choice in plan.recomputed]
+    for tensor_id in chosen:
+        if not 0 <= tensor_id < len(tensors):
+            yield f"tensor {tensor_id} of {len(tensors)} is computed again"
+            continue
+        why = _why_not(plan, tensor_id, set(chosen))
+        if why is None and chosen.count(tensor_id) > 1:
+            why = "it is named twice"
+        if why is not None:
+            yield f"{tensors[tensor_id].name} cannot be computed again: {why}"
+
+
+def _why_not(plan: Plan, tensor_id: int, chosen: set[int]) -> str | None:
+    tensor = plan.trace.tensors[tensor_id]
+    if tensor.recompute is None:
+        return "nothing is known to compute it from"
+    if len(tensor.windows) != 2 or tensor.windows[0][0] != tensor.windows[0][1]:
+        return "it is not simply saved once and needed once"
+    need = tensor.windows[1][0]
+    for number in tensor.recompute.sources:
+        if not 0 <= number < len(plan.trace.tensors) or number in chosen:
+            return "it is computed from one that is not there either"
+        source = plan.trace.tensors[number]
+        if len(source.windows) != 2 or not source.windows[0][1] <= need < source.windows[1][1]:
+            return f"{source.name}, which that takes, is not kept until site {need}"
+    return None
+
+
+def with_recomputed(plan: Plan) -> Plan:
+    """The plan with a trace in which the recomputed tensors are born where they are needed."""
+    if not plan.recomputed:
+        return plan
+    windows = [list(tensor.windows) for tensor in plan.trace.tensors]
+    extra_ns = [0] * len(plan.trace.sites)
+    extra_bytes = [0] * len(plan.trace.sites)
+    for choice in plan.recomputed:
+        recompute = plan.trace.tensors[choice.tensor_id].recompute
+        assert recompute is not None, "checked before"
+        need = windows[choice.tensor_id][1][0]
+        del windows[choice.tensor_id][0]
+        extra_ns[need] += recompute.duration_ns
+        extra_bytes[need] += recompute.temporary_bytes
+        for source in recompute.sources:
+            start, end = windows[source][1]
+            windows[source][1] = (need if need < start else start, end)
+    sites = tuple(
+        replace(
+            site,
+            duration_ns=site.duration_ns + extra_ns[i],
+            workspace_bytes=site.workspace_bytes + extra_bytes[i],
+        )
+        for i, site in enumerate(plan.trace.sites)
+    )
+    tensors = tuple(
+        replace(tensor, windows=tuple(windows[i])) for i, tensor in enumerate(plan.trace.tensors)
+    )
+    return replace(plan, trace=replace(plan.trace, sites=sites, tensors=tensors), recomputed=())

@@ -1,0 +1,78 @@
+"""Which saved activations a plan computes again: where that is faster than every way to move them.
+
+    plan with everything kept -> candidates by what they free per time -> plans for parts of them
+
+Each set makes another step of the trace (`recomputed_step`), which is planned like any other. Of
+the candidates in order all are tried, then half, then parts nearer and nearer to the best. The plan
+in which everything is kept stays unless another is faster by more than measurements are off.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from teraplan.errors import InfeasibleBudgetError
+from teraplan.plan import Plan, Recomputation
+from teraplan.recomputed_step import independent, recomputable
+from teraplan.step_trace import StepTrace
+from teraplan.units import format_nbytes, format_ns
+
+_WORTH = 0.02
+"""Of the step, the least that computing again must save."""
+_PARTS = 8
+_MANY_SITES = 5_000
+"""Larger steps take seconds to plan: of their candidates all or half are computed again."""
+
+PlanStep = Callable[[StepTrace, tuple[Recomputation, ...]], Plan]
+"""A plan for a trace in which these tensors are computed again."""
+
+
+def with_recomputed(kept: Plan, plan_step: PlanStep) -> Plan:
+    """`kept`, or a faster plan for the same budgets that computes some activations again."""
+    trace = kept.trace
+    if kept.prediction.step_ns <= trace.duration_ns * (1 + _WORTH):
+        return kept
+    ranked = _ranked(kept)
+    if not ranked:
+        return kept
+    plans: dict[int, Plan] = {0: kept}
+
+    def step_ns(part: int) -> int:
+        if part not in plans:
+            count = max(1, len(ranked) * part // _PARTS)
+            chosen = tuple(_recomputations(trace, ranked[:count]))
+            try:
+                plans[part] = plan_step(trace, chosen)
+            except InfeasibleBudgetError:  # what they are computed from has to stay for longer
+                plans[part] = kept
+        return plans[part].prediction.step_ns
+
+    best, stride = min((_PARTS, _PARTS // 2), key=step_ns), _PARTS // 4
+    while stride and len(trace.sites) <= _MANY_SITES:
+        near = (best, best - stride, best + stride)
+        best = min((part for part in near if 0 < part <= _PARTS), key=step_ns)
+        stride //= 2
+    if step_ns(best) > kept.prediction.step_ns * (1 - _WORTH):
+        return kept
+    return plans[best]
+
+
+def _ranked(kept: Plan) -> Sequence[int]:
+    """Candidates that do not need each other; first those that move, by what they free per time."""
+    trace = kept.trace
+    freed = {
+        tensor_id: trace.tensors[tensor_id].nbytes / max(1, recompute.duration_ns)
+        for tensor_id, recompute in recomputable(trace)
+    }
+    moving = Counter(migration.tensor_id for migration in kept.migrations)
+    ranked = sorted(freed, key=lambda i: (i not in moving, -freed[i], -i))
+    return tuple(independent(trace, ranked))
+
+
+def _recomputations(trace: StepTrace, chosen: Sequence[int]) -> Iterator[Recomputation]:
+    for tensor_id in chosen:
+        tensor = trace.tensors[tensor_id]
+        assert tensor.recompute is not None, f"{tensor.name} has no recipe"
+        took = format_ns(tensor.recompute.duration_ns)
+        yield Recomputation(
+            tensor_id=tensor_id, reason=f"frees {format_nbytes(tensor.nbytes)} for {took}"
+        )

@@ -1,0 +1,228 @@
+"""Plans that compute activations again: right steps, right checks, never slower."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teraplan.check_plan import check_plan
+from teraplan.errors import FileFormatError, InfeasibleBudgetError
+from teraplan.hardware import Budgets, Hardware
+from teraplan.memory_curve import device_curve, peak
+from teraplan.plan import Plan, Recomputation
+from teraplan.plan_file import read_plan, write_plan
+from teraplan.planners import make_plan
+from teraplan.recomputed_step import independent, recomputable, recomputed_step
+from teraplan.report.plan_text import plan_details, plan_json, plan_screen
+from teraplan.simulate import predict
+from teraplan.step_trace import Recompute, StepTrace
+from teraplan.units import GIB
+from teraplan.violations import ViolationKind
+from tests.fakes.slow_link import link_of
+from tests.planning.synthetic import gpt_trace
+from tests.planning.traces import traces
+
+MS = 1_000_000
+NORM, UP, GELU = 6, 7, 8
+"""Tensors of a layer of the synthetic GPT, of ten."""
+
+
+def with_recipes(layers: int = 4) -> StepTrace:
+    """A GPT whose activation functions and norms can be computed again."""
+    trace = gpt_trace(layers=layers, state_bytes=0)
+    tensors = list(trace.tensors)
+    for layer in range(layers):
+        for tensor, source in ((NORM, NORM - 1), (GELU, UP)):
+            number = 10 * layer + tensor
+            recipe = Recompute(duration_ns=MS, sources=(10 * layer + source,), temporary_bytes=1000)
+            tensors[number] = replace(tensors[number], recompute=recipe)
+    return replace(trace, tensors=tuple(tensors))
+
+
+def machine(bytes_per_s: int) -> Hardware:
+    return Hardware(
+        device="test",
+        device_capacity_bytes=1 << 50,
+        host_capacity_bytes=0,
+        storage_capacity_bytes=1 << 50,
+        host_link=None,
+        storage_link=link_of(bytes_per_s),
+    )
+
+
+def half(trace: StepTrace) -> Budgets:
+    device_bytes = peak(device_curve(trace)) // 2
+    return Budgets(device_bytes=device_bytes, host_bytes=0, storage_bytes=1 << 50)
+
+
+def short_of_link() -> Plan:
+    trace = with_recipes()
+    return make_plan(trace, machine(GIB // 2), half(trace))
+
+
+def test_the_step_in_which_a_tensor_is_computed_again() -> None:
+    trace = with_recipes()
+    step = recomputed_step(trace, [GELU])
+    old, new = trace.tensors[GELU], step.tensors[GELU]
+    need = old.windows[1][0]
+    assert new.windows == old.windows[1:]
+    assert step.tensors[UP].windows == (
+        trace.tensors[UP].windows[0],
+        (min(need, trace.tensors[UP].windows[1][0]), trace.tensors[UP].windows[1][1]),
+    )
+    assert step.sites[need].duration_ns == trace.sites[need].duration_ns + MS
+    assert step.sites[need].workspace_bytes == trace.sites[need].workspace_bytes + 1000
+    freed = device_curve(trace) - device_curve(step)
+    assert set(freed[old.windows[0][1] : need].tolist()) == {old.nbytes}
+    assert step.duration_ns == trace.duration_ns + MS
+
+
+def test_what_needs_each_other_is_not_computed_again_together() -> None:
+    trace = with_recipes()
+    up = replace(trace.tensors[UP], recompute=Recompute(duration_ns=MS, sources=(NORM,)))
+    trace = replace(trace, tensors=(*trace.tensors[:UP], up, *trace.tensors[UP + 1 :]))
+    assert list(independent(trace, [GELU, UP, NORM])) == [GELU, NORM]
+    assert list(independent(trace, [UP, GELU, NORM])) == [UP]
+
+
+def test_a_source_that_is_done_with_too_early_is_none() -> None:
+    trace = with_recipes()
+    need = trace.tensors[GELU].windows[1][0]
+    first, (start, _) = trace.tensors[UP].windows
+    early = replace(trace.tensors[UP], windows=(first, (min(start, need - 1), need)))
+    broken = replace(trace, tensors=(*trace.tensors[:UP], early, *trace.tensors[UP + 1 :]))
+    assert GELU in dict(recomputable(trace))
+    assert GELU not in dict(recomputable(broken))
+
+
+def test_where_the_link_is_short_a_plan_computes_again() -> None:
+    plan = short_of_link()
+    kept = make_plan(plan.trace, plan.hardware, plan.budgets, recompute=False)
+    assert plan.recomputed
+    assert not kept.recomputed
+    assert plan.prediction.step_ns < 0.9 * kept.prediction.step_ns
+    assert plan.prediction.ideal_ns == kept.prediction.ideal_ns == plan.trace.duration_ns
+    assert plan.prediction.unlimited_peak_bytes == kept.prediction.unlimited_peak_bytes
+    assert not check_plan(plan)
+
+
+def test_where_the_link_suffices_nothing_is_computed_again() -> None:
+    trace = with_recipes()
+    assert not make_plan(trace, machine(1000 * GIB), half(trace)).recomputed
+
+
+def test_published_policies_compute_nothing_again() -> None:
+    plan = short_of_link()
+    assert not make_plan(plan.trace, plan.hardware, plan.budgets, "lru").recomputed
+
+
+def kinds(plan: Plan) -> set[ViolationKind]:
+    return {violation.kind for violation in check_plan(plan)}
+
+
+def test_the_checker_refuses_what_cannot_be() -> None:
+    plan = short_of_link()
+    first = plan.recomputed[0]
+    for wrong in (
+        Recomputation(tensor_id=0),
+        Recomputation(tensor_id=len(plan.trace.tensors)),
+        first,
+    ):
+        broken = replace(plan, recomputed=(*plan.recomputed, wrong))
+        assert kinds(broken) == {ViolationKind.RECOMPUTED}
+    recipe = plan.trace.tensors[first.tensor_id].recompute
+    assert recipe is not None
+    (source,) = recipe.sources
+    tensors = list(plan.trace.tensors)
+    tensors[source] = replace(tensors[source], recompute=Recompute(duration_ns=1, sources=(0,)))
+    chained = replace(
+        plan,
+        trace=replace(plan.trace, tensors=tuple(tensors)),
+        recomputed=(*plan.recomputed, Recomputation(tensor_id=source)),
+    )
+    assert kinds(chained) == {ViolationKind.RECOMPUTED}
+
+
+def test_the_checker_sees_memory_and_time_that_a_plan_hides() -> None:
+    plan = short_of_link()
+    kept_anyway = replace(plan, recomputed=plan.recomputed[1:])
+    assert kinds(kept_anyway) >= {ViolationKind.DEVICE_BUDGET, ViolationKind.PREDICTION}
+    too_fast = replace(plan, prediction=replace(plan.prediction, step_ns=plan.trace.duration_ns))
+    assert kinds(too_fast) == {ViolationKind.PREDICTION}
+
+
+def test_files_keep_it(tmp_path: Path) -> None:
+    plan = short_of_link()
+    path = tmp_path / "plan.json"
+    write_plan(plan, path)
+    assert read_plan(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"tensor": "{gelu}"}}', '"tensor": "nobody"}}', "is no tensor of the trace"),
+        ('"tensor": "{gelu}"}}', '"tensor": "{first}"}}', "cannot be computed again"),
+        ('"sources": ["{up}"]', '"sources": ["nobody"]', "is no tensor of this trace"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    plan = short_of_link()
+    tensors = plan.trace.tensors
+    gelu = next(c.tensor_id for c in plan.recomputed if c.tensor_id % 10 == GELU)
+    found = {
+        "gelu": tensors[gelu].name,
+        "up": tensors[gelu - 1].name,
+        "first": tensors[0].name,
+    }
+    path = tmp_path / "plan.json"
+    write_plan(plan, path)
+    text = path.read_text(encoding="utf-8")
+    assert old.format(**found) in text
+    path.write_text(text.replace(old.format(**found), new.format(**found)), encoding="utf-8")
+    with pytest.raises(FileFormatError, match=message):
+        read_plan(path)
+
+
+def test_people_are_told() -> None:
+    plan = short_of_link()
+    assert "are computed again" in plan_screen(plan)
+    assert "computing again" in plan_screen(plan)
+    assert plan_details(plan).count("recomputed") == len(plan.recomputed)
+    facts = plan_json(plan, everything=True)
+    assert facts["num_recomputed"] == len(plan.recomputed)
+    assert facts["recomputed"]
+
+
+@st.composite
+def traces_with_recipes(draw: st.DrawFn) -> StepTrace:
+    """Steps in which some tensors can be computed from others."""
+    trace = draw(traces())
+    tensors = list(trace.tensors)
+    for number in range(1, len(tensors)):
+        if draw(st.booleans()):
+            recipe = Recompute(
+                duration_ns=draw(st.integers(0, 50)) * 1000,
+                sources=tuple(draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=2))),
+                temporary_bytes=draw(st.integers(0, 2)) * 1000,
+            )
+            tensors[number] = replace(tensors[number], recompute=recipe)
+    return replace(trace, tensors=tuple(tensors))
+
+
+@settings(max_examples=40, deadline=None)
+@given(trace=traces_with_recipes(), part=st.floats(0.2, 1.0), speed=st.integers(4, 10))
+def test_plans_hold_and_are_never_slower(trace: StepTrace, part: float, speed: int) -> None:
+    budgets = replace(half(trace), device_bytes=int(peak(device_curve(trace)) * part))
+    hardware = machine(10**speed)
+    try:
+        kept = make_plan(trace, hardware, budgets, recompute=False)
+    except InfeasibleBudgetError:
+        return
+    plan = make_plan(trace, hardware, budgets)
+    assert not check_plan(plan)
+    assert plan.prediction.step_ns <= kept.prediction.step_ns
+    again = predict(trace, hardware, *plan.choices)
+    assert again.step_ns == plan.prediction.step_ns
