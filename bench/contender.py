@@ -5,10 +5,11 @@ python -m bench.contender '{"backend": "teraplan", "options": {"device_budget": 
 Reads one line per step from standard input and answers each with one line of JSON: the step's time,
 its loss as hexadecimal, the peak of the process since the warm-up, and how much of that is growth
 since before the model. Answers once by itself after the warm-up. On "end" it answers with
-teraplan's status and ends.
+teraplan's status and a hash of the parameters, and ends.
 """
 
 import dataclasses
+import hashlib
 import json
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import torch
 import teraplan
 from bench.disk_hooks import saved_on_disk
 from bench.models import gpt
+from bench.slow_storage import slow_down_storage
 from teraplan.runtime import process_memory
 
 
@@ -40,6 +42,8 @@ class Contender:
     """That compute."""
     disk_hooks: bool = False
     """Write every saved tensor to disk and read it back, with PyTorch's own hooks."""
+    storage_bytes_per_s: int = 0
+    """What teraplan's storage carries, both directions together; 0: what it can."""
     interpreter: str = sys.executable
     module: str = "bench.contender"
     """What is run in it; another one understands the same and answers the same."""
@@ -53,6 +57,8 @@ def main() -> None:
     before = process_memory.resident_bytes()
     model = gpt.build(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if contender.storage_bytes_per_s:
+        slow_down_storage(contender.storage_bytes_per_s)
     model.compile(backend=contender.backend, options=contender.options)
     data = [gpt.batch(config, contender.batch_size, n) for n in range(contender.accumulate)]
 
@@ -78,7 +84,10 @@ def main() -> None:
             break
         answer, peak = step(), watch.nbytes
         _answer(answer | {"peak_bytes": peak - before, "process_peak_bytes": peak})
-    _answer({"status": dataclasses.asdict(teraplan.status())})
+    parameters = hashlib.sha256()
+    for parameter in model.parameters():
+        parameters.update(parameter.detach().numpy().tobytes())
+    _answer({"status": dataclasses.asdict(teraplan.status()), "parameters": parameters.hexdigest()})
 
 
 def _hooks(contender: Contender) -> AbstractContextManager[object]:

@@ -74,7 +74,7 @@ class Runner:
 
 
 def race(contenders: Sequence[Contender], rounds: int) -> dict[str, dict[str, Any]]:
-    """Per contender: median step time, ratio of step rates to the first's, peak, losses, status.
+    """Per contender: step times, ratio of step rates to the first's, peak, losses, status.
 
     The ratio is the median over rounds of the first's step time over this one's in the same round.
     """
@@ -105,10 +105,12 @@ def _race(
         results[runner.contender.name] = {
             "median_step_ns": int(statistics.median(runner.step_ns)),
             "min_step_ns": min(runner.step_ns),
+            "step_ns": runner.step_ns,
             "relative_rate": statistics.median(rates),
             "peak_bytes": max(answer["peak_bytes"] for answer in runner.answers),
             "process_peak_bytes": max(a["process_peak_bytes"] for a in runner.answers),
             "losses": [answer["loss"] for answer in runner.answers],
+            "parameters": last.get("parameters", ""),
             "status": last["status"],
         }
     return results

@@ -297,6 +297,7 @@ def compile_recipe(program: str, *, fused: bool) -> CompiledRecipe:
     with fake_mode:
         inputs = [_empty(layout) for layout in (*data["inputs"], data["result"])]
     FakeTensorProp(module, fake_mode).propagate_dont_convert_inputs(*inputs)
+    copied = module.graph.output_node().prev
     if fused:
         compiled: Any = compile_fx_inner(module, inputs)
 
@@ -311,7 +312,7 @@ def compile_recipe(program: str, *, fused: bool) -> CompiledRecipe:
         run=run,
         input_layouts=tuple(_parsed(layout) for layout in data["inputs"]),
         result_layout=_parsed(data["result"]),
-        temporary_bytes=0 if fused else workspace_nbytes(module.graph, frozenset()),
+        temporary_bytes=0 if fused else workspace_nbytes(module.graph, {copied}),
     )
 
 

@@ -91,6 +91,7 @@ class Session:
         self._error: TeraplanError | None = None
         self._fault = ""
         self._compile_recipe = compile_recipe
+        self._has_moved = False
         self._num_stores = len(device.stores())
         self.reports = ReportFiles(config.report)
         self.plans = PlanMaker(config, device, self.reports)
@@ -199,11 +200,11 @@ class Session:
                 self._follow(case, plan)
         self._optimizer_steps = 0
         measure_memory = case.lacks_memory and self._compiles == self._compiles_seen
-        if measure_memory:
-            self._prepare_recipes()
+        if measure_memory and self.plans.may_recompute(short=self._has_moved):
+            self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
-            self._refresh_forecast()
+            self._forecast.refresh(self.tables.values(), update_bytes=self.keeper.update_bytes)
             self._refuse_hopeless_budget()
         if self.steps == 0:
             log.info("%s", self._first_words())
@@ -212,16 +213,6 @@ class Session:
             recorder, case.schedule, *limits, case.rehearsal_limits(self._budget_bytes)
         )
 
-    def _refresh_forecast(self) -> None:
-        self._forecast.refresh(self.tables.values(), update_bytes=self.keeper.update_bytes)
-
-    def _prepare_recipes(self) -> None:
-        """Compile what computing again takes, if that is allowed and memory is short."""
-        self._refresh_forecast()
-        short = self._budget_bytes < self._forecast.unlimited_peak_bytes
-        if self.plans.may_recompute(short=short) and not self.keeper.moves:
-            self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
-
     def _finish_step(self) -> None:
         recorder, case = self.engine.recorder, self.active
         if recorder is None or case is None:
@@ -229,6 +220,7 @@ class Session:
         recorder.finish()
         self.steps += 1
         transfers = self.device.take_transfers()
+        self._has_moved = self._has_moved or bool(transfers)
         compiled, self._compiles_seen = self._compiles != self._compiles_seen, self._compiles
         faults = self._take_faults()
         if case.schedule is not None:

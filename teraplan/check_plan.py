@@ -8,7 +8,7 @@ simulated times are only looked at for being possible.
 
 from collections.abc import Iterator, Sequence
 
-from teraplan.check_recomputed import with_recomputed, wrong_recomputed
+from teraplan.check_recomputed import check_recomputed, with_recomputed
 from teraplan.check_updates import DeviceView, check_updates
 from teraplan.errors import InvalidPlanError
 from teraplan.hardware import Tier
@@ -39,7 +39,7 @@ def check_plan(plan: Plan) -> tuple[Violation, ...]:
     violations = list(_check_trace(plan.trace))
     if violations:
         return tuple(violations)
-    violations += _check_recomputed(plan)
+    violations += check_recomputed(plan)
     violations += check_updates(plan)
     if violations:
         return tuple(violations)
@@ -72,11 +72,6 @@ def _check_trace(trace: StepTrace) -> Iterator[Violation]:
             yield Violation(kind=ViolationKind.TRACE, message=message)
     for number, why in wrong_updates(trace):
         yield Violation(kind=ViolationKind.TRACE, message=f"update {number}: {why}")
-
-
-def _check_recomputed(plan: Plan) -> Iterator[Violation]:
-    for message in wrong_recomputed(plan):
-        yield Violation(kind=ViolationKind.RECOMPUTED, message=message)
 
 
 def _check_migrations(plan: Plan, view: DeviceView) -> Iterator[Violation]:

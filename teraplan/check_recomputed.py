@@ -1,27 +1,30 @@
-"""The checker's own view of tensors that are computed again (see `check_plan`)."""
+"""The checker's rules of tensors that are computed again, and the step that follows from them.
 
-from collections.abc import Iterator
+Like `check_plan` it shares no code with what it checks.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from teraplan.plan import Plan
+from teraplan.violations import Violation, ViolationKind
 
 
-def wrong_recomputed(plan: Plan) -> Iterator[str]:
-    """Why tensors cannot be computed again as the plan has it."""
-    tensors = plan.trace.tensors
+def check_recomputed(plan: Plan) -> Iterator[Violation]:
+    """Tensors that cannot be computed again as the plan has it."""
     chosen = [choice.tensor_id for choice in plan.recomputed]
     for tensor_id in chosen:
-        if not 0 <= tensor_id < len(tensors):
-            yield f"tensor {tensor_id} of {len(tensors)} is computed again"
-            continue
-        why = _why_not(plan, tensor_id, set(chosen))
-        if why is None and chosen.count(tensor_id) > 1:
-            why = "it is named twice"
+        why = _why_not(plan, tensor_id, chosen)
         if why is not None:
-            yield f"{tensors[tensor_id].name} cannot be computed again: {why}"
+            message = f"tensor {tensor_id} cannot be computed again: {why}"
+            yield Violation(kind=ViolationKind.RECOMPUTED, message=message)
 
 
-def _why_not(plan: Plan, tensor_id: int, chosen: set[int]) -> str | None:
+def _why_not(plan: Plan, tensor_id: int, chosen: Sequence[int]) -> str | None:
+    if not 0 <= tensor_id < len(plan.trace.tensors):
+        return f"there are {len(plan.trace.tensors)}"
+    if chosen.count(tensor_id) > 1:
+        return "it is named twice"
     tensor = plan.trace.tensors[tensor_id]
     if tensor.recompute is None:
         return "nothing is known to compute it from"
@@ -39,8 +42,6 @@ def _why_not(plan: Plan, tensor_id: int, chosen: set[int]) -> str | None:
 
 def with_recomputed(plan: Plan) -> Plan:
     """The plan with a trace in which the recomputed tensors are born where they are needed."""
-    if not plan.recomputed:
-        return plan
     windows = [list(tensor.windows) for tensor in plan.trace.tensors]
     extra_ns = [0] * len(plan.trace.sites)
     extra_bytes = [0] * len(plan.trace.sites)

@@ -28,9 +28,6 @@ PREFIX = "TERAPLAN_"
 FILE_VARIABLE = "TERAPLAN_CONFIG"
 """Names a TOML file with the same options."""
 
-_KERNELS = ("inductor", "aot_eager")
-_TRAINING_STATE = ("auto", "moves", "stays")
-_RECOMPUTE = ("auto", "never")
 _PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
 _BUDGET_FORMS = '"2GiB", "500 MB", a number of bytes, or a percentage such as "60%"'
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -240,22 +237,13 @@ def _policy(value: object) -> str:
     return value
 
 
-def _kernels(value: object) -> str:
-    if not isinstance(value, str) or value not in _KERNELS:
-        raise ConfigError(f"expected one of {', '.join(_KERNELS)}")
-    return value
+def _one_of(*words: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise ConfigError(f"expected one of {', '.join(words)}")
+        return value
 
-
-def _training_state(value: object) -> str:
-    if not isinstance(value, str) or value not in _TRAINING_STATE:
-        raise ConfigError(f"expected one of {', '.join(_TRAINING_STATE)}")
-    return value
-
-
-def _recompute(value: object) -> str:
-    if not isinstance(value, str) or value not in _RECOMPUTE:
-        raise ConfigError(f"expected one of {', '.join(_RECOMPUTE)}")
-    return value
+    return parse
 
 
 def _flag(value: object) -> bool:
@@ -290,9 +278,9 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "plan": _plan,
     "profile_steps": _profile_steps,
     "policy": _policy,
-    "kernels": _kernels,
-    "training_state": _training_state,
-    "recompute": _recompute,
+    "kernels": _one_of("inductor", "aot_eager"),
+    "training_state": _one_of("auto", "moves", "stays"),
+    "recompute": _one_of("auto", "never"),
     "strict": _flag,
     "report": _report,
     "deadline_s": _deadline_s,

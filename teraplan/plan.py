@@ -117,8 +117,6 @@ class Plan:
     @property
     def step(self) -> StepTrace:
         """What is run: the trace with the recomputed tensors dropped and made again."""
-        if not self.recomputed:
-            return self.trace
         return recomputed_step(self.trace, [choice.tensor_id for choice in self.recomputed])
 
     @property

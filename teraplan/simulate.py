@@ -157,8 +157,6 @@ def predict(
     recomputed: Sequence[Recomputation] = (),
 ) -> Prediction:
     """The prediction that belongs into a plan with these migrations and other choices."""
-    if not recomputed:
-        return prediction_of(simulate(trace, hardware, migrations, host_updates))
     step = recomputed_step(trace, [choice.tensor_id for choice in recomputed])
     return replace(
         prediction_of(simulate(step, hardware, migrations, host_updates)),

@@ -79,44 +79,56 @@ def make_plan(
     planner = planner_named(policy)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
 
-    def plan_step(measured: StepTrace, recomputed: tuple[Recomputation, ...] = ()) -> Plan:
-        step = recomputed_step(measured, [choice.tensor_id for choice in recomputed])
-        problem = Problem.of(step, hardware, budgets)
-        require_feasible(problem)
-        ruled = apply_rules(step, rules or {})
-        asked = replace(
-            Problem.of(ruled.trace, hardware, budgets) if rules else problem,
-            only_tier=ruled.only_tier,
-            may_be_hosted=ruled.may_be_hosted,
-            deadline=deadline,
-        )
-        require_feasible(asked)
+    def plan_step(recomputed: tuple[Recomputation, ...] = ()) -> Plan:
+        step = recomputed_step(trace, [choice.tensor_id for choice in recomputed])
+        asked = _problem(step, hardware, budgets, rules or {}, deadline)
         migrations = planner(asked)
         host_updates: tuple[HostUpdate, ...] = ()
         if planner is plan_by_stalls:
             migrations, host_updates = split_updates(asked, planner, migrations)
-        prediction = predict(measured, hardware, migrations, host_updates, recomputed)
         plan = Plan(
             policy=policy,
             budgets=budgets,
             hardware=hardware,
-            trace=measured,
+            trace=trace,
             migrations=migrations,
-            prediction=replace(prediction, bound_ns=_bound_ns(problem, tight_bound)),
+            prediction=predict(trace, hardware, migrations, host_updates, recomputed),
             host_updates=host_updates,
             recomputed=recomputed,
         )
         require_valid(plan)
         return plan
 
-    plan = plan_step(trace)
+    plan = plan_step()
     if recompute and planner is plan_by_stalls and not rules:
         plan = with_recomputed(plan, plan_step)
     for other in candidates if not rules else ():
-        again = _remade(other, plan)
+        again = _remade(other, plan) if recompute or not other.recomputed else None
         if again is not None and again.prediction.step_ns < plan.prediction.step_ns:
             plan = again
-    return plan
+    bound_ns = _bound_ns(Problem.of(plan.step, hardware, budgets), tight_bound)
+    return replace(plan, prediction=replace(plan.prediction, bound_ns=bound_ns))
+
+
+def _problem(
+    step: StepTrace,
+    hardware: Hardware,
+    budgets: Budgets,
+    rules: Mapping[str, Tier],
+    deadline: float | None,
+) -> Problem:
+    """What a planner is asked, which is feasible."""
+    problem = Problem.of(step, hardware, budgets)
+    require_feasible(problem)
+    ruled = apply_rules(step, rules)
+    asked = replace(
+        Problem.of(ruled.trace, hardware, budgets) if rules else problem,
+        only_tier=ruled.only_tier,
+        may_be_hosted=ruled.may_be_hosted,
+        deadline=deadline,
+    )
+    require_feasible(asked)
+    return asked
 
 
 def _bound_ns(problem: Problem, tight: bool) -> int:
@@ -133,14 +145,12 @@ def _remade(candidate: Plan, plan: Plan) -> Plan | None:
         return None
     if candidate.host_updates and (plan.hardware.host_cores is None or links[Tier.HOST] is None):
         return None
-    prediction = predict(plan.trace, plan.hardware, *candidate.choices)
-    same = candidate.recomputed == plan.recomputed
     remade = replace(
         plan,
         policy=candidate.policy,
         migrations=candidate.migrations,
         host_updates=candidate.host_updates,
-        prediction=replace(prediction, bound_ns=plan.prediction.bound_ns if same else 0),
+        prediction=predict(plan.trace, plan.hardware, *candidate.choices),
         recomputed=candidate.recomputed,
     )
     return None if check_plan(remade) else remade

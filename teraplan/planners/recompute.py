@@ -22,8 +22,8 @@ _PARTS = 8
 _MANY_SITES = 5_000
 """Larger steps take seconds to plan: of their candidates all or half are computed again."""
 
-PlanStep = Callable[[StepTrace, tuple[Recomputation, ...]], Plan]
-"""A plan for a trace in which these tensors are computed again."""
+PlanStep = Callable[[tuple[Recomputation, ...]], Plan]
+"""A plan in which these tensors are computed again."""
 
 
 def with_recomputed(kept: Plan, plan_step: PlanStep) -> Plan:
@@ -41,7 +41,7 @@ def with_recomputed(kept: Plan, plan_step: PlanStep) -> Plan:
             count = max(1, len(ranked) * part // _PARTS)
             chosen = tuple(_recomputations(trace, ranked[:count]))
             try:
-                plans[part] = plan_step(trace, chosen)
+                plans[part] = plan_step(chosen)
             except InfeasibleBudgetError:  # what they are computed from has to stay for longer
                 plans[part] = kept
         return plans[part].prediction.step_ns

@@ -22,15 +22,20 @@ class Decision:
     tensor_id: int
     tensor: Tensor
     migration: Migration | None
-    """None: the tensor does not move."""
-    recomputed: Recomputation | None
-    """Set if it is dropped and computed again; else a tensor that does not move stays."""
+    """None: the tensor stays on the device in all of the step, unless one of the others is set."""
     when: str
     """Phases in which it leaves and is needed: "forward → backward"."""
     stall_ns: int
     """Waiting for this tensor; counted once, with the first of its decisions."""
     host_update: HostUpdate | None = None
     """The host updates its bucket, and has its bytes meanwhile."""
+    recomputed: Recomputation | None = None
+    """It is dropped and computed again."""
+
+    @property
+    def chosen(self) -> Migration | HostUpdate | Recomputation | None:
+        """The one that is set."""
+        return self.migration or self.host_update or self.recomputed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,29 +71,28 @@ def decisions(plan: Plan) -> tuple[Decision, ...]:
     found: list[Decision] = []
     for tensor_id, tensor in enumerate(plan.trace.tensors):
         chosen = sorted(by_tensor.get(tensor_id, ()), key=lambda migration: migration.leave)
-        choices: list[Migration | HostUpdate | None] = [*chosen]
-        if tensor_id in hosted:
-            choices.append(hosted[tensor_id])
+        choices: list[Migration | HostUpdate | Recomputation | None] = [*chosen]
+        choices += [known[tensor_id] for known in (hosted, again) if tensor_id in known]
         for place, choice in enumerate(choices or [None]):
             found.append(
                 Decision(
                     tensor_id=tensor_id,
                     tensor=tensor,
                     migration=choice if isinstance(choice, Migration) else None,
-                    recomputed=again.get(tensor_id),
                     when=_when(plan.trace, choice),
                     stall_ns=0 if place else plan.prediction.stall_ns.get(tensor_id, 0),
                     host_update=choice if isinstance(choice, HostUpdate) else None,
+                    recomputed=choice if isinstance(choice, Recomputation) else None,
                 )
             )
     return tuple(found)
 
 
-def _when(trace: StepTrace, migration: Migration | HostUpdate | None) -> str:
-    if migration is None:
-        return ""
+def _when(trace: StepTrace, migration: Migration | HostUpdate | Recomputation | None) -> str:
     if isinstance(migration, HostUpdate):
         return "update"
+    if not isinstance(migration, Migration):
+        return ""
     num_sites = len(trace.sites)
     start = trace.sites[migration.leave % num_sites]
     end = trace.sites[migration.needed % num_sites]
@@ -137,8 +141,7 @@ def _row(group: list[Decision], layers: Iterable[str]) -> Row:
         (decision.tensor.layer or decision.tensor.name for decision in group), layers
     )
     migration = first.migration
-    why = [d.migration or d.host_update or d.recomputed for d in group]
-    reasons = [choice.reason for choice in why if choice]
+    reasons = [decision.chosen.reason for decision in group if decision.chosen]
     return Row(
         layer=folded[0].label,
         num_layers=folded[0].count,

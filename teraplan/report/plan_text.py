@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from teraplan.hardware import Link, Tier
-from teraplan.plan import HostUpdate, Migration, Plan, Recomputation
+from teraplan.plan import Plan
 from teraplan.report.decisions import Decision, Row, decisions, fold
 from teraplan.report.memory_chart import memory_chart
 from teraplan.report.summary import covered, hosted_line, step_line, top_stalls
@@ -33,7 +33,7 @@ def plan_details(plan: Plan) -> str:
     """`plan` with every decision on a line of its own, nothing folded."""
     rows = [("tier", "tensor", "layer", "bytes", "wait", "leave", "gone", "back", "needed", "why")]
     for decision in decisions(plan):
-        tensor, chosen = decision.tensor, _chosen(decision)
+        tensor, chosen = decision.tensor, decision.chosen
         rows.append(
             (
                 _place(decision),
@@ -46,10 +46,6 @@ def plan_details(plan: Plan) -> str:
             )
         )
     return "\n".join([*_head(plan), "", *aligned(rows, "<<<>>>>>>")])
-
-
-def _chosen(decision: Decision) -> Migration | HostUpdate | Recomputation | None:
-    return decision.migration or decision.host_update or decision.recomputed
 
 
 def _head(plan: Plan) -> list[str]:
@@ -102,10 +98,18 @@ def _speed(link: Link | None) -> str:
 def _place(decision: Decision) -> str:
     if decision.host_update:
         return _HOSTED
-    migration = decision.migration
-    if migration is None and decision.recomputed:
+    if decision.recomputed:
         return _RECOMPUTED
+    migration = decision.migration
     return _tier(migration.tier, migration.clean) if migration else _KEPT
+
+
+def _row_place(row: Row) -> str:
+    if row.hosted:
+        return _HOSTED
+    if row.recomputed:
+        return _RECOMPUTED
+    return _tier(row.tier, row.clean)
 
 
 def _sites(decision: Decision) -> tuple[str, str, str, str]:
@@ -126,11 +130,7 @@ def _row_table(rows: Sequence[Row]) -> list[str]:
     table = [("where", "what", "", "bytes", "wait", "when", "why")]
     table += [
         (
-            _HOSTED
-            if row.hosted
-            else _RECOMPUTED
-            if row.recomputed
-            else _tier(row.tier, row.clean),
+            _row_place(row),
             row_label(row),
             f"{TIMES}{row.num_tensors}" if row.num_tensors > 1 else "",
             format_nbytes(row.nbytes),

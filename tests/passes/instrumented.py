@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.decomposition import select_decomp_table
 
 from teraplan.graph_table import GraphTable
 from teraplan.passes import partition
@@ -14,8 +15,13 @@ from teraplan.passes import partition
 Pair = tuple[fx.Graph, fx.Graph, GraphTable]
 
 
-def instrumented(function: Callable[..., Tensor], *inputs: Tensor, dynamic: bool = False) -> Pair:
-    """The graphs after `insert_sites`, which nothing has run, and their table."""
+def instrumented(
+    function: Callable[..., Tensor], *inputs: Tensor, dynamic: bool = False, fused: bool = False
+) -> Pair:
+    """The graphs after `insert_sites`, which nothing has run, and their table.
+
+    `fused`: of the operations that Inductor has kernels for, into which it takes others apart.
+    """
     pairs: list[Pair] = []
 
     def split(
@@ -31,7 +37,8 @@ def instrumented(function: Callable[..., Tensor], *inputs: Tensor, dynamic: bool
             pairs.append((forward.graph, backward.graph, table))
         return forward, backward
 
-    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=split)
+    apart = select_decomp_table() if fused else None
+    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=split, decompositions=apart)
     torch._dynamo.reset()
     explained = torch.compile(function, backend=_lazily(backend), dynamic=dynamic)
     explained(*inputs)

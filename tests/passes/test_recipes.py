@@ -116,7 +116,7 @@ def test_a_recipe_gives_what_the_function_gives(fused: bool) -> None:
 
     inputs = (leaf(WIDTH, WIDTH), leaf(WIDTH, WIDTH), leaf(WIDTH, WIDTH), leaf(WIDTH))
     x, first, _, factor = (value.detach() for value in inputs)
-    forward, _, table = instrumented(scaled, *inputs)
+    forward, _, table = instrumented(scaled, *inputs, fused=fused)
     ((name, recipe),) = recipes(table).items()
     hidden = x @ first
     save = next(node for node in forward.nodes if node.name == f"token_{name}")
