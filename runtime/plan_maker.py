@@ -140,7 +140,7 @@ class PlanMaker:
         the same room twice, so the one is scaled until the other fits.
         """
         daily = self._config.daily_writes
-        plan = self._plan_within(trace, budgets)
+        plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
         for attempt in range(_WEAR_ATTEMPTS):
             if daily is None or daily.nbytes is None:
                 return plan
@@ -156,7 +156,7 @@ class PlanMaker:
             log.info("daily_writes leaves %s of storage", format_nbytes(room))
             budgets = dataclasses.replace(budgets, storage_bytes=room)
             try:
-                plan = self._plan_within(trace, budgets)
+                plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
             except InfeasibleBudgetError as error:
                 error.args = (
                     f"{error}. daily_writes allows {format_nbytes(allowed)} to be written in each "
@@ -164,11 +164,6 @@ class PlanMaker:
                 )
                 raise
         return plan
-
-    def _plan_within(self, trace: StepTrace, budgets: Budgets) -> Plan:
-        config = self._config
-        recompute = config.recompute == "auto"
-        return make_plan(trace, self.machine(), budgets, policy=config.policy, recompute=recompute)
 
     def machine(self) -> Hardware:
         """The machine, measured at the first call."""

@@ -10,6 +10,7 @@ and `recomputed`, which names the tensors that are computed again. After an edit
 `teraplan.check_plan` says whether it still holds.
 """
 
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from teraplan.errors import PlanMismatchError
 from teraplan.hardware import Budgets, Hardware, HostCores, Link, Tier
 from teraplan.json_files import Node, load_object, write_object
 from teraplan.plan import HostUpdate, Migration, Plan, Prediction, Recomputation
-from teraplan.recomputed_step import independent, recomputable
+from teraplan.recomputed_step import independent
 from teraplan.step_trace import Fingerprint, StepTrace
 from teraplan.trace_file import decode_trace, encode_trace
 
@@ -182,24 +183,19 @@ def _decode_host_update(node: Node, trace: StepTrace, limit: int) -> HostUpdate:
 def _decode_recomputed(
     plan: Node, trace: StepTrace, ids: dict[str, int]
 ) -> tuple[Recomputation, ...]:
-    """What is computed again; each tensor at most once, and only one that can be."""
+    """What is computed again; only tensors of which the trace says how, and none from another."""
     if not plan.has("recomputed"):
         return ()
-    can_be = {tensor_id for tensor_id, _ in recomputable(trace)}
     found: list[Recomputation] = []
     for item in plan.get("recomputed").items():
-        node = item.only(_RECOMPUTATION_FIELDS).get("tensor")
-        tensor_id = _decode_tensor(node, ids)
-        if tensor_id not in can_be:
-            raise node.fail(f'"{node.text()}" cannot be computed again')
-        can_be.discard(tensor_id)
-        found.append(Recomputation(tensor_id=tensor_id, reason=item.get("reason").text()))
+        node = item.only(_RECOMPUTATION_FIELDS)
+        tensor_id = _decode_tensor(node.get("tensor"), ids)
+        found.append(Recomputation(tensor_id=tensor_id, reason=node.get("reason").text()))
     chosen = [choice.tensor_id for choice in found]
-    dependent = set(chosen) - set(independent(trace, chosen))
-    if dependent:
-        name = trace.tensors[min(dependent)].name
+    for tensor_id in Counter(chosen) - Counter(independent(trace, chosen)):
+        name = trace.tensors[tensor_id].name
         raise plan.get("recomputed").fail(
-            f'"{name}" and what it is computed from, or for, cannot both be computed again'
+            f'"{name}" cannot be computed again, or not beside the others'
         )
     return tuple(found)
 

@@ -34,13 +34,18 @@ def _is_there(source: Tensor, site: int) -> bool:
 
 
 def independent(trace: StepTrace, tensor_ids: Iterable[int]) -> Iterator[int]:
-    """Those of `tensor_ids`, in their order, that need none and are needed by none before them."""
-    sources: set[int] = set()
+    """Those of `tensor_ids`, in their order, that can be computed again beside those before them.
+
+    A tensor that is dropped is no source.
+    """
+    can_be = dict(recomputable(trace))
     chosen: set[int] = set()
+    sources: set[int] = set()
     for tensor_id in tensor_ids:
-        recompute = trace.tensors[tensor_id].recompute
-        assert recompute is not None, f"{trace.tensors[tensor_id].name} has no recipe"
-        if tensor_id not in sources and chosen.isdisjoint(recompute.sources):
+        recompute = can_be.get(tensor_id)
+        if recompute is None or tensor_id in chosen or tensor_id in sources:
+            continue
+        if chosen.isdisjoint(recompute.sources):
             chosen.add(tensor_id)
             sources.update(recompute.sources)
             yield tensor_id
@@ -51,7 +56,7 @@ def recomputed_step(trace: StepTrace, tensor_ids: Iterable[int]) -> StepTrace:
 
     Args:
         trace: the step in which everything is kept.
-        tensor_ids: `independent` ones, all of them `recomputable`.
+        tensor_ids: `independent` ones.
     """
     tensors, sites = list(trace.tensors), list(trace.sites)
     for tensor_id in tensor_ids:

@@ -9,6 +9,7 @@ from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_plan_o
 from teraplan.errors import PlanMismatchError
 from teraplan.library.machine_file import find_machine
 from teraplan.plan import Plan
+from teraplan.recomputed_step import independent
 from teraplan.report.check_text import violations_text
 from teraplan.report.critical_path import critical_path
 from teraplan.report.plan_text import plan_json, plan_screen
@@ -36,8 +37,7 @@ def _run(options: argparse.Namespace) -> int:
         prediction = replace(prediction, bound_ns=bound_ns)
     again = replace(plan, trace=trace, hardware=hardware, prediction=prediction)
     violations = check_plan(again)
-    step = again.step if not violations else trace
-    moves = (plan.migrations, plan.host_updates)
+    step, moves = again.step, (plan.migrations, plan.host_updates)
     if options.json:
         path = None if violations else critical_path(step, hardware, *moves).as_json()
         emit_json(plan_json(again) | {"fits": not violations, "critical_path": path})
@@ -59,12 +59,11 @@ def _require_same_step(trace: StepTrace, plan: Plan) -> None:
             "the plan is for another step: its tensors or the sites that touch them differ from "
             "those of the trace; only times may differ"
         )
-    for choice in plan.recomputed:
-        tensor = trace.tensors[choice.tensor_id]
-        if tensor.recompute is None:
-            raise PlanMismatchError(
-                f"the plan computes {tensor.name} again, and the trace does not say what that takes"
-            )
+    chosen = [choice.tensor_id for choice in plan.recomputed]
+    if chosen != list(independent(trace, chosen)):
+        raise PlanMismatchError(
+            "the plan computes tensors again of which the trace does not say what that takes"
+        )
 
 
 COMMAND = Command(

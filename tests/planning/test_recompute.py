@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teraplan.check_plan import check_plan
+from teraplan.cli import main
 from teraplan.errors import FileFormatError, InfeasibleBudgetError
 from teraplan.hardware import Budgets, Hardware
 from teraplan.memory_curve import device_curve, peak
@@ -19,6 +20,7 @@ from teraplan.recomputed_step import independent, recomputable, recomputed_step
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
 from teraplan.simulate import predict
 from teraplan.step_trace import Recompute, StepTrace
+from teraplan.trace_file import write_trace
 from teraplan.units import GIB
 from teraplan.violations import ViolationKind
 from tests.fakes.slow_link import link_of
@@ -197,6 +199,20 @@ def test_people_are_told() -> None:
     facts = plan_json(plan, everything=True)
     assert facts["num_recomputed"] == len(plan.recomputed)
     assert facts["recomputed"]
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, paths = short_of_link(), (tmp_path / "trace.json", tmp_path / "plan.json")
+    write_trace(plan.trace, paths[0])
+    write_plan(plan, paths[1])
+    arguments = ["simulate", *map(str, paths)]
+    assert main(arguments) == 0
+    assert "computing again" in capsys.readouterr().out
+    assert main(["timeline", str(paths[1]), "-o", str(tmp_path / "timeline.json.gz")]) == 0
+    unknown = tuple(replace(tensor, recompute=None) for tensor in plan.trace.tensors)
+    write_trace(replace(plan.trace, tensors=unknown), paths[0])
+    assert main(arguments) == 2
+    assert "does not say what that takes" in capsys.readouterr().err
 
 
 @st.composite
