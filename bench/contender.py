@@ -44,6 +44,8 @@ class Contender:
     """Write every saved tensor to disk and read it back, with PyTorch's own hooks."""
     storage_bytes_per_s: int = 0
     """What teraplan's storage carries, both directions together; 0: what it can."""
+    deterministic: bool = False
+    """Kernels that give the same bits in every run, for comparing parameters."""
     interpreter: str = sys.executable
     module: str = "bench.contender"
     """What is run in it; another one understands the same and answers the same."""
@@ -54,6 +56,7 @@ def main() -> None:
     contender = Contender(**json.loads(sys.argv[1]))
     config = gpt.GPTConfig(**contender.model)  # type: ignore[arg-type]
     torch.set_num_threads(contender.threads)
+    torch.use_deterministic_algorithms(contender.deterministic)
     before = process_memory.resident_bytes()
     model = gpt.build(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
