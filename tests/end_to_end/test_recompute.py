@@ -60,6 +60,7 @@ def gpt_training(**changes: object) -> Program:
 @pytest.fixture(scope="module")
 def reference(_deterministic: None) -> Run:
     """The small GPT's training with unlimited memory."""
+    torch.set_num_threads(1)
     return unlimited(gpt_training())
 
 
