@@ -303,6 +303,7 @@ def planned() -> Plan:
     return make_plan(trace, hardware, budgets(limit))
 
 
+@pytest.mark.slow
 def test_the_planner_uses_the_host_where_state_does_not_fit() -> None:
     trace, hardware, limit = under_pressure()
     plan = planned()
