@@ -91,7 +91,8 @@ class Session:
         self._error: TeraplanError | None = None
         self._fault = ""
         self._compile_recipe = compile_recipe
-        self._has_moved = False
+        self.last_transfers: tuple[TransferRecord, ...] = ()
+        """Of the last whole step."""
         self._num_stores = len(device.stores())
         self.reports = ReportFiles(config.report)
         self.plans = PlanMaker(config, device, self.reports)
@@ -200,7 +201,7 @@ class Session:
                 self._follow(case, plan)
         self._optimizer_steps = 0
         measure_memory = case.lacks_memory and self._compiles == self._compiles_seen
-        if measure_memory and self.plans.may_recompute(short=self._has_moved):
+        if measure_memory and self.plans.may_recompute(short=bool(self.last_transfers)):
             self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
@@ -219,12 +220,11 @@ class Session:
             return
         recorder.finish()
         self.steps += 1
-        transfers = self.device.take_transfers()
-        self._has_moved = self._has_moved or bool(transfers)
+        self.last_transfers = self.device.take_transfers()
         compiled, self._compiles_seen = self._compiles != self._compiles_seen, self._compiles
         faults = self._take_faults()
         if case.schedule is not None:
-            self._finish_planned_step(case, recorder, transfers)
+            self._finish_planned_step(case, recorder)
         elif not compiled and case.repeats:
             case.add(recorder)
             case.add_rehearsed(self.engine.recomputer.rehearsed)
@@ -257,9 +257,7 @@ class Session:
                 f"step kind {case.number} is different every time; it runs without a plan"
             )
 
-    def _finish_planned_step(
-        self, case: Case, recorder: StepRecorder, transfers: tuple[TransferRecord, ...]
-    ) -> None:
+    def _finish_planned_step(self, case: Case, recorder: StepRecorder) -> None:
         assert case.schedule is not None
         engine = self.engine
         if engine.diverged_at is not None:
@@ -269,7 +267,7 @@ class Session:
             case.runs_of = case.schedule
         plan = case.schedule.plan
         case.runs.append(
-            run_record(self.steps - 1, case.schedule.step, recorder, engine, transfers)
+            run_record(self.steps - 1, case.schedule.step, recorder, engine, self.last_transfers)
         )
         del case.runs[:-_KEPT_RUNS]
         if len(case.runs) in _RUNS_WRITTEN_AT:

@@ -2,9 +2,10 @@
 
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from teraplan.run_record import Direction, RunRecord
+from teraplan.run_record import Direction, RunRecord, TransferRecord
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage.disk_counters import disk_counters
 from teraplan.status import Status, StoreStatus
@@ -33,6 +34,8 @@ def status_of(session: "Session") -> Status:
         "uncovered": tuple(sorted(left, key=lambda item: -item[1])[:10]),
         "device_budget_bytes": session.device_budget_bytes() if case is not None else -1,
         "diverged_steps": session.diverged_steps,
+        "bytes_out": _moved(session.last_transfers, Direction.OUT),
+        "bytes_back": _moved(session.last_transfers, Direction.BACK),
         "stores": _stores(session),
         "endurance_used": _endurance_used(session),
         "fallbacks": tuple(
@@ -102,17 +105,21 @@ def _of_runs(runs: list[RunRecord]) -> dict[str, object]:
     stalls: Counter[str] = Counter()
     for stall in last.stalls:
         stalls[stall.tensor] += stall.duration_ns
-    moved: dict[Direction, Counter[str]] = {Direction.OUT: Counter(), Direction.BACK: Counter()}
-    for transfer in last.transfers:
-        moved[transfer.direction][transfer.tier.value] += transfer.nbytes
     return {
         "managed_peak_bytes": last.managed_peak_bytes,
         "actual_step_ns": int(statistics.median(r.duration_ns for r in runs[-_MEDIAN_OF:])),
         "stall_ns": sum(stalls.values()),
         "stalls": tuple(stalls.most_common()),
-        "bytes_out": dict(moved[Direction.OUT]),
-        "bytes_back": dict(moved[Direction.BACK]),
     }
+
+
+def _moved(transfers: Sequence[TransferRecord], direction: Direction) -> dict[str, int]:
+    """Bytes by tier."""
+    moved: Counter[str] = Counter()
+    for transfer in transfers:
+        if transfer.direction is direction:
+            moved[transfer.tier.value] += transfer.nbytes
+    return dict(moved)
 
 
 def _endurance_used(session: "Session") -> float:

@@ -69,8 +69,9 @@ class Run:
 
     @property
     def moved_bytes(self) -> int:
-        """The most bytes that left the device in any planned step."""
-        return max(sum(status.bytes_out.values()) for status in self.statuses)
+        """The most bytes that left the device in any planned step; 0 if there was none."""
+        planned = (s for s in self.statuses if s.managed_peak_bytes >= 0)
+        return max((sum(status.bytes_out.values()) for status in planned), default=0)
 
 
 Program = Callable[[Run], None]
