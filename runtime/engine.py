@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from teraplan.errors import UnsupportedError
 from teraplan.graph_table import GraphTable
 from teraplan.runtime.device import Device
+from teraplan.runtime.locks import if_free
 from teraplan.runtime.mover import Mover
 from teraplan.runtime.recompute import Recomputer
 from teraplan.runtime.recorder import SiteKey, StepRecorder
@@ -222,17 +223,12 @@ class Engine:
         self._forget_released()
 
     def _forget_released(self) -> None:
+        while self._released and if_free(self._lock, self._use_up_released):
+            pass
+
+    def _use_up_released(self) -> None:
         while self._released:
-            locked: list[bool] = []
-            try:  # in one call, so that no interrupt comes between taking the lock and knowing it
-                locked.extend(map(self._lock.acquire, (False,)))
-                if not locked[0]:
-                    return
-                while self._released:
-                    self._use_up(self._released.popleft())
-            finally:
-                if locked == [True]:
-                    self._lock.release()
+            self._use_up(self._released.popleft())
 
     def _use_up(self, key: int) -> None:
         """A token has been used up, or there will be no backward for it."""

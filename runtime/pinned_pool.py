@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from teraplan.runtime.locks import if_free
 from teraplan.units import MIB, format_nbytes
 
 PAGE_BYTES = 4096
@@ -174,11 +175,7 @@ class PinnedPool:
     def _give_back(self, ranges: tuple[_Range, ...]) -> None:
         # Finalizers run anywhere, also in a thread that is inside this pool: never wait here.
         self._returned.append(ranges)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._take_back()
-            finally:
-                self._lock.release()
+        if_free(self._lock, self._take_back)
         if self._on_return is not None:
             self._on_return()
 

@@ -11,6 +11,7 @@ from time import perf_counter_ns
 from types import TracebackType
 
 from teraplan.errors import ConfigError, StorageError
+from teraplan.runtime.locks import if_free
 from teraplan.runtime.storage.describe import store_lines
 from teraplan.runtime.storage.directories import OpenedDirectory, open_directory, why_not
 from teraplan.runtime.storage.file_system import available_bytes
@@ -251,15 +252,17 @@ class Storage:
 
     def describe(self) -> str:
         """What the stores are doing now, for people. From anywhere, a signal handler too."""
-        # The handler may have interrupted the very thread that holds the lock.
-        locked = self.traffic.lock.acquire(timeout=_DUMP_PATIENCE_S)
+        lines: list[str] = []
+
+        def look() -> None:
+            lines[:] = [line for store in self.traffic.stores for line in store_lines(store)]
+
         try:
-            lines = [line for store in self.traffic.stores for line in store_lines(store)]
+            # The handler may have interrupted the very thread that holds the lock.
+            if not if_free(self.traffic.lock, look, timeout_s=_DUMP_PATIENCE_S):
+                look()
         except RuntimeError as error:  # something changed while it was being looked at
             lines = [f"storage is busy: {error}"]
-        finally:
-            if locked:
-                self.traffic.lock.release()
         return "\n".join(lines)
 
     def close(self) -> None:

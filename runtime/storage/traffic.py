@@ -17,6 +17,7 @@ from time import perf_counter_ns
 
 from teraplan.errors import DeadlineError, StorageError
 from teraplan.run_record import Direction
+from teraplan.runtime.locks import if_free
 from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory
 from teraplan.runtime.storage.placement import place, place_one
@@ -169,10 +170,7 @@ class Traffic:
         """
         if any(threading.current_thread() in store.threads for store in self.stores):
             return False
-        if not self.lock.acquire(timeout=1.0):
-            return False
-        self.lock.release()
-        return True
+        return if_free(self.lock, lambda: None, timeout_s=1.0)
 
     def close(self, timeout_s: float) -> None:
         """Ends running I/O, fails what is queued, joins the threads, deletes the files."""

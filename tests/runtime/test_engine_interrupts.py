@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from teraplan.runtime import engine as engine_module
+from teraplan.runtime import locks
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
-FILES = (str(engine_module.__file__), "contextlib.py")
+FILES = (str(engine_module.__file__), str(locks.__file__), "contextlib.py")
 CHECKED_AFTER = {"RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 """Instructions after which the interpreter looks for signals."""
 
