@@ -88,7 +88,7 @@ def test_a_plan_for_each_size_used_again(dynamic: bool) -> None:
         assert status.phase == "planned"
         assert status.diverged_steps == 0
     small, large = limited.statuses[-2:]
-    assert small.predicted_managed_peak_bytes != large.predicted_managed_peak_bytes
+    assert small.unlimited_peak_bytes != large.unlimited_peak_bytes
 
 
 @pytest.mark.slow
