@@ -14,6 +14,7 @@ from teraplan.step_trace import Recompute, StepTrace
 log = logging.getLogger(__name__)
 
 _AS_PREDICTED = 0.03
+_COMPARED_RUNS = 5
 _MAX_ATTEMPTS = 4
 """Measurements of unequal steps before a kind of step counts as one that never repeats."""
 
@@ -46,8 +47,8 @@ class Case:
     """Times of the computation in planned steps over those in the measured ones."""
     planned_wait_for_state_ns: int | None = None
     """For training state that moves, in planned steps; None if these have shown no other."""
-    calibrated: bool = False
-    """True once predicted and actual times have been compared."""
+    calibrations: int = 0
+    """How often actual times were taken over, since they were not as predicted."""
     corrections: int = 0
     attempts: int = 0
     runs: list[RunRecord] = field(default_factory=list[RunRecord])
@@ -116,11 +117,11 @@ class Case:
     def calibrate(self) -> bool:
         """Take over how fast planned steps compute; False if that is what their plan predicted.
 
-        The first step under a plan touches much memory for the first time and counts for nothing.
+        The last runs count. The first step under a plan touches much memory for the first time and
+        counts for nothing.
         """
         assert self.schedule is not None
-        plan, self.calibrated = self.schedule.plan, True
-        runs = self.runs[1:]
+        plan, runs = self.schedule.plan, self.runs[1:][-_COMPARED_RUNS:]
         computed_ns = statistics.median(
             run.duration_ns - sum(stall.duration_ns for stall in run.stalls) for run in runs
         )
@@ -128,6 +129,7 @@ class Case:
         predicted_ns = plan.prediction.step_ns + self.predicted_wait_for_state_ns
         if abs(predicted_ns / took_ns - 1) <= _AS_PREDICTED:
             return False
+        self.calibrations += 1
         self.planned_wait_for_state_ns = int(statistics.median(map(_wait_for_state_ns, runs)))
         measured_ns = min((sum(durations) for durations in self.durations_ns), default=0)
         if measured_ns:

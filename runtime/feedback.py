@@ -23,8 +23,10 @@ _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
 """Of what the process took beyond its budget, so much is held back. It is faster to move more than
 to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
-_CALIBRATED_AFTER = 5
+_COMPARED_AFTER = (5, 10, 20, 40)
 """Steps under one plan after which predicted and actual times are compared."""
+_MAX_CALIBRATIONS = 4
+"""On a machine whose speed varies, predictions would follow for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,8 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         return _NOTHING
     if peak_bytes > budget_bytes and case.corrections < _MAX_CORRECTIONS:
         return _hold_back(case, plans, peak_bytes, budget_bytes)
-    if len(case.runs) == _CALIBRATED_AFTER and not case.calibrated and case.calibrate():
+    is_due = len(case.runs) in _COMPARED_AFTER and case.calibrations < _MAX_CALIBRATIONS
+    if is_due and case.calibrate():
         return _with_actual_times(case, plans)
     return _NOTHING
 

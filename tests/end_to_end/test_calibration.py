@@ -23,14 +23,18 @@ def _after_training(check: Callable[[Session], None]) -> None:
     run(program, device_budget="90%")
 
 
-def _make_out(session: Session, slower: float) -> int:
+def _make_out(session: Session, slower: float, *, runs: int = 5) -> int:
     """Let all runs have taken so much longer than predicted, without waits; returns their time."""
     (case,) = session.cases.values()
     assert case.schedule is not None
     took_ns = int(case.schedule.plan.prediction.step_ns * slower)
-    case.runs = [_with_duration(case.runs[-1], took_ns)] * 5
-    case.calibrated, case.slowdown = False, 1.0
+    case.runs = [_with_duration(case.runs[-1], took_ns)] * runs
     return took_ns
+
+
+def _nothing_learned(session: Session) -> None:
+    (case,) = session.cases.values()
+    case.calibrations, case.slowdown = 0, 1.0
 
 
 def _lesson(session: Session, *, beyond_bytes: int = 0) -> Lesson:
@@ -45,11 +49,25 @@ def _with_duration(record: RunRecord, duration_ns: int) -> RunRecord:
 
 def test_predictions_follow_what_planned_steps_take() -> None:
     def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        _nothing_learned(session)
         took_ns = _make_out(session, 10.0)
         plan = _lesson(session).plan
         assert plan is not None
         assert 0.9 * took_ns < plan.prediction.step_ns < 1.1 * took_ns
-        assert _lesson(session).plan is None, "once is enough"
+        session._follow(case, plan)
+        _make_out(session, 1.0)
+        assert _lesson(session).plan is None, "now it is as predicted"
+        _make_out(session, 1.5, runs=9)
+        assert _lesson(session).plan is None, "not at every step"
+        for _ in range(3):
+            took_ns = _make_out(session, 1.5, runs=10)
+            plan = _lesson(session).plan
+            assert plan is not None
+            assert 0.9 * took_ns < plan.prediction.step_ns < 1.1 * took_ns
+            session._follow(case, plan)
+        _make_out(session, 1.5)
+        assert _lesson(session).plan is None, "not for ever"
 
     _after_training(check)
 
@@ -59,6 +77,7 @@ def test_predictions_follow_what_planned_steps_wait_for_training_state() -> None
 
     def check(session: Session) -> None:
         (case,) = session.cases.values()
+        _nothing_learned(session)
         took_ns = _make_out(session, 2.0)
         wait = StallRecord(site=0, tensor=TRAINING_STATE, start_ns=0, duration_ns=took_ns // 2)
         case.runs = [dataclasses.replace(record, stalls=(wait,)) for record in case.runs]
@@ -93,9 +112,10 @@ def test_what_users_do_between_steps_is_no_part_of_a_step() -> None:
 def test_a_right_prediction_stays() -> None:
     def check(session: Session) -> None:
         (case,) = session.cases.values()
+        _nothing_learned(session)
         _make_out(session, 1.02)
         assert _lesson(session).plan is None
-        assert case.calibrated
+        assert case.calibrations == 0
         assert case.slowdown == 1.0
 
     _after_training(check)
@@ -104,6 +124,7 @@ def test_a_right_prediction_stays() -> None:
 def test_the_first_step_under_a_plan_is_no_measure() -> None:
     def check(session: Session) -> None:
         (case,) = session.cases.values()
+        _nothing_learned(session)
         took_ns = _make_out(session, 1.02)
         case.runs[0] = _with_duration(case.runs[0], 10 * took_ns)
         case.runs[1] = _with_duration(case.runs[1], 10 * took_ns)
