@@ -23,7 +23,7 @@ _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
 """Of what the process took beyond its budget, so much is held back. It is faster to move more than
 to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
-_COMPARED_AFTER = (5, 10, 20, 40)
+_COMPARED_AFTER = (3, 6, 12, 24)
 """Steps under one plan after which predicted and actual times are compared."""
 _MAX_CALIBRATIONS = 4
 """On a machine whose speed varies, predictions would follow for ever."""
