@@ -46,6 +46,8 @@ def status_of(session: "Session") -> Status:
     }
     if session.keeper.state is not None:
         status |= _of_state(session.keeper.state)
+    if case is not None and case.runs:
+        status |= _waits(case.runs[-1])
     if planned:
         status |= _of_plan(session)
         if case is not None and case.runs and case.runs_of is case.schedule:
@@ -101,16 +103,18 @@ def _of_plan(session: "Session") -> dict[str, object]:
 
 
 def _of_runs(runs: list[RunRecord]) -> dict[str, object]:
-    last = runs[-1]
-    stalls: Counter[str] = Counter()
-    for stall in last.stalls:
-        stalls[stall.tensor] += stall.duration_ns
     return {
-        "managed_peak_bytes": last.managed_peak_bytes,
+        "managed_peak_bytes": runs[-1].managed_peak_bytes,
         "actual_step_ns": int(statistics.median(r.duration_ns for r in runs[-_MEDIAN_OF:])),
-        "stall_ns": sum(stalls.values()),
-        "stalls": tuple(stalls.most_common()),
     }
+
+
+def _waits(run: RunRecord) -> dict[str, object]:
+    """Of the last planned step, also where another plan is for the next."""
+    stalls: Counter[str] = Counter()
+    for stall in run.stalls:
+        stalls[stall.tensor] += stall.duration_ns
+    return {"stall_ns": sum(stalls.values()), "stalls": tuple(stalls.most_common())}
 
 
 def _moved(transfers: Sequence[TransferRecord], direction: Direction) -> dict[str, int]:

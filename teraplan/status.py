@@ -51,9 +51,9 @@ class Status:
     actual_step_ns: int = -1
     """Median of the last planned steps."""
     stall_ns: int = -1
-    """Waits for transfers in the last step."""
+    """Waits for transfers in the last planned step."""
     stalls: tuple[tuple[str, int], ...] = ()
-    """Waits of the last step by tensor, longest first."""
+    """Waits of that step by tensor, longest first."""
     bytes_out: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes that left the device in the last step, by tier."""
     bytes_back: dict[str, int] = field(default_factory=dict[str, int])

@@ -66,6 +66,7 @@ def test_predictions_follow_what_planned_steps_take() -> None:
             assert plan is not None
             assert 0.9 * took_ns < plan.prediction.step_ns < 1.1 * took_ns
             session._follow(case, plan)
+            assert session.status().stall_ns == 0, "of the step before"
         _make_out(session, 1.5)
         assert _lesson(session).plan is None, "not for ever"
 
