@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from bench.demo.outcome import Outcome
 from teraplan.units import MIB, format_nbytes, format_ns
 
-ALLOWANCE, ALLOWANCE_BYTES = 0.10, 16 * MIB
+ALLOWANCE, ALLOWANCE_BYTES = 0.05, 16 * MIB
 """By how much what the operating system counts may exceed the budget, as a share of it and in
 bytes: it counts whole pages, and memory that the allocator keeps between two tensors."""
 
