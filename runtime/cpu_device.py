@@ -130,6 +130,8 @@ class CpuDevice(Device):
         self._transfers: list[TransferRecord] = []
         self._beside: Beside | None = None
         self._limit_bytes: int | None = None
+        self._most_beside_pool_bytes = 0
+        """What the heap gave back when it was trimmed it takes again."""
 
     def keeps_beside(self, beside: Beside) -> None:
         self._beside = beside
@@ -167,9 +169,13 @@ class CpuDevice(Device):
 
     def run_fast(self) -> None:
         self._trim()
-        if census.tensor_nbytes("cpu") >= _WORTH_HUGE_PAGES_BYTES:
-            use_huge_pages([process_memory.heap_range()])
+        self._most_beside_pool_bytes = 0
         self._exact = False
+        _put_heap_on_huge_pages()
+
+    def hold_less(self, nbytes: int) -> None:
+        self.pool.lower(nbytes)
+        _put_heap_on_huge_pages()
 
     def resident_bytes(self) -> int:
         beside = self._beside.held_bytes if self._beside is not None else 0
@@ -202,7 +208,10 @@ class CpuDevice(Device):
         self._sites_since_trim += 1
         self._limit_bytes = limit_bytes
         resident = self._resident_beside()
-        self.pool.slack_bytes = max(0, limit_bytes - headroom_bytes - resident)
+        pool_bytes = self.pool.in_use_bytes + self.pool.waiting_bytes
+        self._most_beside_pool_bytes = max(self._most_beside_pool_bytes, resident - pool_bytes)
+        free_bytes = limit_bytes - headroom_bytes - self._most_beside_pool_bytes - pool_bytes
+        self.pool.slack_bytes = max(0, free_bytes)
         beyond = resident - limit_bytes
         urgent = beyond > headroom_bytes
         if urgent:
@@ -299,3 +308,8 @@ class CpuDevice(Device):
         self.host_bytes += nbytes
         source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
         return _HostCopy(self, source, label)
+
+
+def _put_heap_on_huge_pages() -> None:
+    if census.tensor_nbytes("cpu") >= _WORTH_HUGE_PAGES_BYTES:
+        use_huge_pages([process_memory.heap_range()])

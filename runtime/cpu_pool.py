@@ -10,6 +10,7 @@ that nobody has left gets the pages of blocks that wait.
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -62,9 +63,7 @@ class CpuPool:
         self._most_bytes = 0
         self.slack_bytes = 0
         """So much more may be mapped while something waits."""
-
-    def __del__(self) -> None:
-        self._unmap(self.waiting_bytes)
+        weakref.finalize(self, self._waiting.clear).atexit = False
 
     @property
     def waiting_bytes(self) -> int:
@@ -103,6 +102,12 @@ class CpuPool:
         with self._lock:
             self._unmap(self.waiting_bytes)
             self._most_bytes = self.in_use_bytes
+
+    def lower(self, nbytes: int) -> None:
+        """Hold `nbytes` less from now on, in use and waiting, than the most in use so far."""
+        with self._lock:
+            self._most_bytes = max(self.in_use_bytes, self._most_bytes - nbytes)
+            self._unmap(self.in_use_bytes + self.waiting_bytes - self._most_bytes)
 
     def shrink(self, nbytes: int) -> int:
         """Unmap waiting blocks of at least `nbytes` if there are so many; bytes unmapped."""

@@ -105,6 +105,10 @@ class Device(ABC):
     def run_fast(self) -> None:
         """Prepare memory for steps at full speed."""
 
+    def hold_less(self, nbytes: int) -> None:
+        """The process is to hold `nbytes` less of the device from now on than it has so far."""
+        self.run_fast()
+
     @abstractmethod
     def resident_bytes(self) -> int:
         """Bytes that the process holds of the device now, tensors or not."""

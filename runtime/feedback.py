@@ -35,8 +35,8 @@ class Lesson:
 
     plan: Plan | None = None
     """To be followed from now on."""
-    peak_starts_anew: bool = False
-    """True if the peak so far says nothing of `plan`."""
+    held_back_bytes: int = 0
+    """By so much less will be in use under `plan`; the peak so far says nothing of it."""
     fallback: str = ""
     """Why the plan could not be kept, or made."""
 
@@ -72,7 +72,7 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
     before = case.reserve_bytes
     case.reserve_bytes += beyond
     try:
-        return Lesson(plan=plans.make(case), peak_starts_anew=True)
+        return Lesson(plan=plans.make(case), held_back_bytes=beyond)
     except InfeasibleBudgetError as error:
         assert case.budgets is not None
         missing = error.least_budget_bytes - case.budgets.device_bytes
@@ -86,7 +86,7 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
             case.reserve_bytes = before
     return Lesson(
         plan=plan,
-        peak_starts_anew=plan is not None,
+        held_back_bytes=case.reserve_bytes - before,
         fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
         f"{format_nbytes(budget_bytes)}: of the {format_nbytes(beyond)} to be held back for free "
         f"memory between tensors, only {format_nbytes(case.reserve_bytes - before)} can be",

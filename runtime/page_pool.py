@@ -11,7 +11,8 @@ both keep their free memory in one of these.
 from collections import OrderedDict
 
 from teraplan.runtime import pages
-from teraplan.runtime.page_scraps import PageScraps, Piece
+from teraplan.runtime.page_scraps import PageScraps, Piece, total_nbytes
+from teraplan.runtime.pages import HUGE_PAGE_BYTES
 
 
 class PageBlock:
@@ -22,7 +23,7 @@ class PageBlock:
     def __init__(self, address: int, pieces: list[Piece]) -> None:
         self.address = address
         self.pieces = pieces
-        self.nbytes = sum(piece.nbytes for piece in pieces)
+        self.nbytes = total_nbytes(pieces)
 
     @classmethod
     def whole(cls, address: int, nbytes: int) -> "PageBlock":
@@ -54,26 +55,48 @@ class PagePool:
         self.nbytes += block.nbytes
 
     def make(self, nbytes: int, reused_bytes: int) -> PageBlock:
-        """A new block, `reused_bytes` of it out of what waits, if there are so many."""
-        start = end = pages.take(nbytes)
-        pieces: list[Piece] = []
+        """A new block, `reused_bytes` of it out of what waits, if there are so many.
+
+        Where it could have a huge page and only pieces of some wait, these go back to the system
+        and a fresh one takes their place. Else all memory would end in pieces, step by step.
+        """
+        start = pages.take(nbytes)
         self._break_up(reused_bytes)
-        for piece in self._scraps.take(reused_bytes):
-            _move(piece, end)
-            self.nbytes -= piece.nbytes
-            pieces.append(Piece(end, piece.nbytes))
-            end += piece.nbytes
-        if end < start + nbytes:
-            pieces.append(Piece(end, start + nbytes - end))
-        return PageBlock(start, pieces)
+        whole_bytes = reused_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        huge = self._scraps.take_huge(whole_bytes)
+        self._release(self._scraps.take_least(whole_bytes - total_nbytes(huge)))
+        small = self._scraps.take(reused_bytes - whole_bytes)
+        fresh = start + total_nbytes(huge)
+        tail = start + nbytes - total_nbytes(small)
+        pieces = self._moved(huge, start)
+        if tail > fresh:
+            pieces.append(Piece(fresh, tail - fresh))
+        return PageBlock(start, pieces + self._moved(small, tail))
 
     def shrink(self, nbytes: int) -> None:
         """Unmap at least `nbytes` of what waits, or all there is; huge pages go as a whole."""
         nbytes = pages.round_up(max(0, nbytes))
         self._break_up(nbytes)
-        for piece in self._scraps.take_least(nbytes):
-            self.nbytes -= piece.nbytes
-            pages.release(piece.address, piece.nbytes)
+        self._release(self._scraps.take_least(nbytes))
+
+    def clear(self) -> None:
+        """Unmap everything that waits."""
+        self.shrink(self.nbytes)
+
+    def _moved(self, scraps: list[Piece], target: int) -> list[Piece]:
+        """The scraps as pieces in a row from `target` on."""
+        pieces: list[Piece] = []
+        for scrap in scraps:
+            _move(scrap, target)
+            pieces.append(Piece(target, scrap.nbytes))
+            target += scrap.nbytes
+            self.nbytes -= scrap.nbytes
+        return pieces
+
+    def _release(self, scraps: list[Piece]) -> None:
+        for scrap in scraps:
+            self.nbytes -= scrap.nbytes
+            pages.release(scrap.address, scrap.nbytes)
 
     def _break_up(self, nbytes: int) -> None:
         """Make scraps of blocks until there are `nbytes`."""

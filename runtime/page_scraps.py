@@ -41,24 +41,28 @@ class PageScraps:
         if end > last:
             self._small.append(Piece(last, end - last))
 
+    def take_huge(self, nbytes: int) -> list[Piece]:
+        """Whole huge pages of `nbytes`, or all there are."""
+        pieces = _take(self._huge, nbytes)
+        self.nbytes -= total_nbytes(pieces)
+        return pieces
+
     def take(self, nbytes: int) -> list[Piece]:
-        """Pieces of `nbytes`, or all there are; those that keep their huge pages come first."""
-        huge = _take(self._huge, nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-        self.nbytes -= _total(huge)
-        rest = self.take_least(nbytes - _total(huge))
-        surplus_bytes = _total(huge) + _total(rest) - nbytes
-        if surplus_bytes > 0:  # less than a huge page: that one is cut
-            last = rest.pop()
+        """Pieces of `nbytes`, or all there are: small ones, and if need be a huge page is cut."""
+        pieces = self.take_least(nbytes)
+        surplus_bytes = total_nbytes(pieces) - nbytes
+        if surplus_bytes > 0:
+            last = pieces.pop()
             self._small.append(Piece(last.address, surplus_bytes))
             self.nbytes += surplus_bytes
-            rest.append(Piece(last.address + surplus_bytes, last.nbytes - surplus_bytes))
-        return huge + rest
+            pieces.append(Piece(last.address + surplus_bytes, last.nbytes - surplus_bytes))
+        return pieces
 
     def take_least(self, nbytes: int) -> list[Piece]:
         """Pieces of at least `nbytes`, or all there are: small ones, then whole huge pages."""
         pieces = _take(self._small, nbytes)
-        pieces += _take(self._huge, round_up(nbytes - _total(pieces), HUGE_PAGE_BYTES))
-        self.nbytes -= _total(pieces)
+        pieces += _take(self._huge, round_up(nbytes - total_nbytes(pieces), HUGE_PAGE_BYTES))
+        self.nbytes -= total_nbytes(pieces)
         return pieces
 
 
@@ -77,5 +81,6 @@ def _take(pieces: list[Piece], nbytes: int) -> list[Piece]:
     return taken
 
 
-def _total(pieces: list[Piece]) -> int:
+def total_nbytes(pieces: list[Piece]) -> int:
+    """Of all pieces."""
     return sum(piece.nbytes for piece in pieces)

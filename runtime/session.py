@@ -199,6 +199,8 @@ class Session:
             plan = self.plans.plan(case)
             if plan is not None:
                 self._follow(case, plan)
+                self.device.run_fast()  # with no free memory left over
+                self.device.take_peak()
         self._optimizer_steps = 0
         measure_memory = case.lacks_memory and self._compiles == self._compiles_seen
         if measure_memory and self.plans.may_recompute(short=bool(self.last_transfers)):
@@ -281,7 +283,10 @@ class Session:
         if lesson.fallback:
             self._fall_back(lesson.fallback)
         if lesson.plan is not None:
-            self._follow(case, lesson.plan, peak_starts_anew=lesson.peak_starts_anew)
+            self._follow(case, lesson.plan)
+        if lesson.held_back_bytes:
+            self.device.hold_less(lesson.held_back_bytes)
+            self.device.take_peak()
 
     # -- plans ---------------------------------------------------------------------------------
 
@@ -295,12 +300,9 @@ class Session:
                 )
         self.plans.require_known(table)
 
-    def _follow(self, case: Case, plan: Plan, *, peak_starts_anew: bool = True) -> None:
+    def _follow(self, case: Case, plan: Plan) -> None:
         case.schedule = Schedule(plan)
         self.reports.write_plan(case.number, plan)
-        if peak_starts_anew:  # and with no free memory left over
-            self.device.run_fast()
-            self.device.take_peak()
         log.info("%s", plan_banner(plan))
 
     # -- budgets before there is a plan --------------------------------------------------------

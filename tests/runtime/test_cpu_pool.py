@@ -70,6 +70,18 @@ def test_a_seam_between_waiting_and_fresh_memory_cuts_no_huge_page() -> None:
     assert bool((tensor == 2.0).all())
 
 
+def test_what_is_held_less_goes_from_what_waits() -> None:
+    pool = CpuPool()
+    _floats(pool, 64 * MIB, 1.0)
+    held = _floats(pool, 8 * MIB, 2.0)
+    pool.lower(24 * MIB)
+    assert pool.in_use_bytes + pool.waiting_bytes == 40 * MIB
+    held = _floats(pool, 48 * MIB, 3.0)  # more than that is still to be had, if it is in use
+    pool.lower(1 << 40)
+    assert pool.waiting_bytes == 0
+    assert bool((held == 3.0).all())
+
+
 def test_shrinking_gives_memory_back_to_the_system() -> None:
     pool = CpuPool()
     _floats(pool, 128 * MIB, 1.0)
@@ -126,15 +138,29 @@ def test_scraps_keep_huge_pages_whole_while_they_can() -> None:
     scraps = PageScraps()
     scraps.add(Piece(HUGE_PAGE_BYTES - MIB, MIB + 2 * HUGE_PAGE_BYTES))
     assert scraps.take_least(MIB) == [Piece(HUGE_PAGE_BYTES - MIB, MIB)]
-    taken = scraps.take(HUGE_PAGE_BYTES + MIB)
-    assert taken[0].nbytes == HUGE_PAGE_BYTES
-    assert taken[0].address % HUGE_PAGE_BYTES == 0
-    assert sum(piece.nbytes for piece in taken) == HUGE_PAGE_BYTES + MIB
+    assert scraps.take_huge(HUGE_PAGE_BYTES) == [Piece(2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)]
+    taken = scraps.take(MIB)
+    assert taken == [Piece(2 * HUGE_PAGE_BYTES - MIB, MIB)]
     assert scraps.nbytes == HUGE_PAGE_BYTES - MIB
+    assert scraps.take_huge(HUGE_PAGE_BYTES) == []
     scraps.add(Piece(4 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES))
     least = scraps.take_least(HUGE_PAGE_BYTES)
     assert [piece.nbytes for piece in least] == [HUGE_PAGE_BYTES - MIB, HUGE_PAGE_BYTES]
     assert scraps.nbytes == HUGE_PAGE_BYTES
+
+
+def test_pieces_that_wait_make_place_for_whole_huge_pages() -> None:
+    pool = CpuPool()
+    small = [_floats(pool, MIB, 1.0) for _ in range(32)]
+    small.clear()
+    before, huge_before = process_memory.resident_bytes(), _huge_bytes()
+    large = _floats(pool, 16 * MIB, 2.0)
+    assert pool.in_use_bytes + pool.waiting_bytes == 32 * MIB
+    assert process_memory.resident_bytes() - before < 4 * MIB
+    assert bool((large == 2.0).all())
+    if _huge_bytes() == huge_before:
+        pytest.skip("this kernel gives no huge pages")
+    assert _huge_bytes() - huge_before == 16 * MIB
 
 
 def test_state_comes_to_lie_on_huge_pages() -> None:
