@@ -2,13 +2,14 @@
 
 import logging
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from teraplan.hardware import Budgets
 from teraplan.run_record import TRAINING_STATE, RunRecord
 from teraplan.runtime.recorder import Signature, StepRecorder
 from teraplan.runtime.schedule import Schedule
+from teraplan.runtime.state.block import Block
 from teraplan.step_trace import Recompute, StepTrace
 
 log = logging.getLogger(__name__)
@@ -37,16 +38,14 @@ class Case:
     number: int
     memory: MemoryProfile | None = None
     durations_ns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
-    waits_for_state_ns: list[int] = field(default_factory=list[int])
-    """For training state that moves, in each of the steps whose durations were measured."""
     schedule: Schedule | None = None
     budgets: Budgets | None = None
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
     slowdown: float = 1.0
     """Times of the computation in planned steps over those in the measured ones."""
-    planned_wait_for_state_ns: int | None = None
-    """For training state that moves, in planned steps; None if these have shown no other."""
+    unplanned_wait_ns: int = 0
+    """For training state that the trace does not know, in planned steps."""
     calibrations: int = 0
     """How often actual times were taken over, since they were not as predicted."""
     corrections: int = 0
@@ -67,6 +66,13 @@ class Case:
     def lacks_memory(self) -> bool:
         """True if the next step of this kind can be one in which memory is measured."""
         return self.schedule is None and self.memory is None and self.repeats
+
+    @property
+    def state_blocks(self) -> Sequence[Block]:
+        """The training state of the latest step of which it is known, in order of first use."""
+        if self.schedule is not None:
+            return [block for _, block in sorted(self.schedule.state_blocks.items())]
+        return self.last.state.blocks if self.last is not None else ()
 
     def rehearsal_limits(self, budget_bytes: int) -> tuple[int, ...]:
         """Most managed bytes at each site of a step in which times are measured; else empty.
@@ -95,13 +101,10 @@ class Case:
             )
         elif self.memory is not None and self.memory.signature == signature:
             self.durations_ns.append(recorder.durations_ns())
-            waits = recorder.waits_for_state()
-            self.waits_for_state_ns.append(sum(wait.duration_ns for wait in waits))
         else:
             self.attempts += 1
             self.memory = None
             self.durations_ns.clear()
-            self.waits_for_state_ns.clear()
             self.recomputes.clear()
         self.last = recorder
 
@@ -126,29 +129,16 @@ class Case:
             run.duration_ns - sum(stall.duration_ns for stall in run.stalls) for run in runs
         )
         took_ns = statistics.median(run.duration_ns for run in runs)
-        predicted_ns = plan.prediction.step_ns + self.predicted_wait_for_state_ns
+        predicted_ns = plan.prediction.step_ns + self.unplanned_wait_ns
         if abs(predicted_ns / took_ns - 1) <= _AS_PREDICTED:
             return False
         self.calibrations += 1
-        self.planned_wait_for_state_ns = int(statistics.median(map(_wait_for_state_ns, runs)))
+        self.unplanned_wait_ns = int(statistics.median(map(_unplanned_wait_ns, runs)))
         measured_ns = min((sum(durations) for durations in self.durations_ns), default=0)
         if measured_ns:
             again_ns = self.schedule.step.duration_ns - plan.trace.duration_ns
             self.slowdown = (computed_ns - again_ns) / measured_ns
         return measured_ns > 0
-
-    @property
-    def predicted_wait_for_state_ns(self) -> int:
-        """How long a step will wait for training state that moves, beside what its plan says.
-
-        Which tensors come and go follows from the step before, so it is what steps like this have
-        waited: the fastest measured one, and later planned ones.
-        """
-        if self.planned_wait_for_state_ns is not None:
-            return self.planned_wait_for_state_ns
-        totals = (sum(durations) for durations in self.durations_ns)
-        waits = zip(totals, self.waits_for_state_ns, strict=True)
-        return min(waits, default=(0, 0))[1]
 
     def trace(self, *, torch_version: str, kernels: str) -> StepTrace:
         """The measured step: memory of the one step, times of the fastest of the others.
@@ -174,5 +164,5 @@ class Case:
         )
 
 
-def _wait_for_state_ns(run: RunRecord) -> int:
+def _unplanned_wait_ns(run: RunRecord) -> int:
     return sum(stall.duration_ns for stall in run.stalls if stall.tensor == TRAINING_STATE)

@@ -198,23 +198,31 @@ class CpuDevice(Device):
         if self._limit_bytes is None:
             self._trim()
             return
-        self.pool.shrink(self._resident_beside() + nbytes - self._limit_bytes)
+        self.pool.shrink(self._resident_soon() + nbytes - self._limit_bytes)
 
-    def _resident_beside(self) -> int:
-        beside = self._beside.held_bytes if self._beside is not None else 0
-        return process_memory.resident_bytes_fast() - beside
+    def _resident_soon(self) -> int:
+        """What is resident now and will be without another allocation."""
+        coming = self._beside.coming_bytes if self._beside is not None else 0
+        return process_memory.resident_bytes_fast() + coming
 
-    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int, spare_bytes: int = 0) -> None:
         self._sites_since_trim += 1
         self._limit_bytes = limit_bytes
-        resident = self._resident_beside()
-        pool_bytes = self.pool.in_use_bytes + self.pool.waiting_bytes
+        resident = self._resident_soon()
+        beside_bytes = self._beside.held_bytes if self._beside is not None else 0
+        pool_bytes = self.pool.in_use_bytes + self.pool.waiting_bytes + beside_bytes
         self._most_beside_pool_bytes = max(self._most_beside_pool_bytes, resident - pool_bytes)
         free_bytes = limit_bytes - headroom_bytes - self._most_beside_pool_bytes - pool_bytes
         self.pool.slack_bytes = max(0, free_bytes)
         beyond = resident - limit_bytes
         urgent = beyond > headroom_bytes
-        if urgent:
+        if self._beside is not None:  # what one leaves the other takes
+            still = -beyond - spare_bytes + self.pool.waiting_bytes
+            needed = min(headroom_bytes, max(0, still))
+            self._limit_bytes -= headroom_bytes
+            beyond -= self.pool.shrink(beyond + needed)
+            self.pool.room_bytes = max(0, -beyond - needed)
+        elif urgent:
             beyond -= self.pool.shrink(beyond - headroom_bytes)
         interval = _SITES_BETWEEN_URGENT_TRIMS if urgent else _SITES_BETWEEN_TRIMS
         if beyond > _WORTH_TRIMMING_BYTES and self._sites_since_trim > interval:

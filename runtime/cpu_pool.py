@@ -63,6 +63,8 @@ class CpuPool:
         self._most_bytes = 0
         self.slack_bytes = 0
         """So much more may be mapped while something waits."""
+        self.room_bytes: int | None = None
+        """At most so much, where something else takes what is not in use here; None: nothing."""
         weakref.finalize(self, self._waiting.clear).atexit = False
 
     @property
@@ -124,7 +126,10 @@ class CpuPool:
             block = self._waiting.take(nbytes)
             if block is None:
                 beyond = self.in_use_bytes + self.waiting_bytes - self._most_bytes
-                block = self._new_block(nbytes, beyond - self.slack_bytes)
+                beyond -= self.slack_bytes
+                if self.room_bytes is not None:
+                    beyond = max(beyond, nbytes - self.room_bytes)
+                block = self._new_block(nbytes, beyond)
             self._addresses.add(block.address)
             return _Lease.of(block, self)
 
@@ -136,6 +141,8 @@ class CpuPool:
         fresh_bytes = nbytes - (before - self._waiting.nbytes)
         if fresh_bytes:
             self.slack_bytes = max(0, self.slack_bytes - fresh_bytes)
+            if self.room_bytes is not None:
+                self.room_bytes = max(0, self.room_bytes - fresh_bytes)
         return block
 
     def _unmap(self, nbytes: int) -> None:

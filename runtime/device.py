@@ -59,8 +59,16 @@ class Beside(Protocol):
     """On the device now."""
     peak_bytes: int
     """The most on the device since somebody has set it."""
-    waited_ns: int
-    """Time that computing has waited for it."""
+
+    @property
+    def coming_bytes(self) -> int:
+        """Part of `held_bytes` that may not have been touched yet."""
+        ...
+
+    @property
+    def waited_ns(self) -> int:
+        """Time that computing has waited for it."""
+        ...
 
     @property
     def total_bytes(self) -> int:
@@ -118,13 +126,14 @@ class Device(ABC):
         """The most `resident_bytes` has been since the last call of this."""
 
     @abstractmethod
-    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int, spare_bytes: int = 0) -> None:
         """Give free memory back to the system if the process holds too much. Called at every site.
 
         Args:
             limit_bytes: what the process may hold of the device.
             headroom_bytes: what it may hold more for a while, and what it is to hold less where
                 little is in use, so that other code has room between two sites.
+            spare_bytes: what the plan leaves of the limit until the next site.
         """
 
     def waited_beside_ns(self) -> int:

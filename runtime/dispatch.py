@@ -72,16 +72,19 @@ def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
     call = _current()
     call.table = parse_table(table)
     call.session.device.attach()
+    state = call.session.engine.training_state
+    if state is not None:
+        state.arena.user_may_have_run()  # at this graph's first site things may leave
     call.number = call.session.enter_forward(call.table, call.shapes)
     # Afterwards: what is to leave in a step follows from the memory that the state gets for it.
-    _enter_training_state(call.session.engine.training_state)
+    _enter_training_state(call.session.engine.training_state, in_step=True)
     return _chain(anchor)
 
 
 def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
     engine = _engine_of(token)
     engine.device.attach()
-    _enter_training_state(engine.training_state)
+    _enter_training_state(engine.training_state, in_step=True)
     engine.enter_backward(token, parse_table(table))
     return _chain(anchor)
 
@@ -109,16 +112,17 @@ def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) 
     _engine_of(token).done(token)
 
 
-def _enter_training_state(state: TrainingState | None) -> None:
+def _enter_training_state(state: TrainingState | None, *, in_step: bool) -> None:
     _running.state = weakref.ref(state) if state is not None else None
     if state is not None:
+        state.in_step = in_step
         state.enter()
 
 
 def _enter_state(anchor: torch.Tensor) -> torch.Tensor:
     """A graph that saves nothing which moves: its state is known where there is only one."""
     alive = TrainingState.all_alive()
-    _enter_training_state(alive[0] if len(alive) == 1 else None)
+    _enter_training_state(alive[0] if len(alive) == 1 else None, in_step=False)
     return _chain(anchor)
 
 

@@ -1,4 +1,4 @@
-"""Executes a plan: moves saved activations out and back at the sites of the running graphs.
+"""Executes a plan: moves tensors out and back at the sites of the running graphs.
 
 Without a plan (the first steps, or a step that turned out differently) it keeps to the budget by
 itself: when there is too much on the device, what was saved first leaves first, because backward
@@ -24,6 +24,7 @@ from teraplan.runtime.recorder import SiteKey, StepRecorder
 from teraplan.runtime.saved import Saved, View
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state_sites import StateSites
 from teraplan.runtime.tokens import key_of, make_token
 from teraplan.step_trace import SiteKind
 
@@ -59,17 +60,21 @@ class Engine:
         self.recomputer = Recomputer(device, self.mover)
         self.training_state: TrainingState | None = None
         """Parameters, gradients and optimizer state, where they move."""
+        self._state_sites: StateSites | None = None
         self.recorder: StepRecorder | None = None
         self.managed_peak_bytes = 0
         self.diverged_at: int | None = None
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int] | None = None
         self._rehearsal_limits: Sequence[int] = ()
-        self._schedule: Schedule | None = None
+        self.schedule: Schedule | None = None
+        """Of the plan that the step runs under."""
         self._views: dict[int, View] = {}
         self._by_storage: dict[int, Saved] = {}
         self._of_step: list[Saved] = []
         self._call = -1
+        self.graph = ("", -1, False)
+        """The call that has begun last: graph, number, backward?"""
         self._released: deque[int] = deque()
         self._lock = threading.Lock()
 
@@ -81,13 +86,19 @@ class Engine:
     @property
     def unplanned(self) -> bool:
         """True if the step runs without a plan."""
-        return self._schedule is None
+        return self.schedule is None
 
     @property
     def finished_plan(self) -> bool:
         """True if the step has run all sites of its plan."""
         assert self.recorder is not None
-        return self._schedule is not None and self.recorder.num_sites >= len(self._schedule.sites)
+        return self.schedule is not None and self.recorder.num_sites >= len(self.schedule.sites)
+
+    def take_state(self, state: TrainingState | None) -> None:
+        """From now on the steps' training state moves, too, if there is any."""
+        if state is not None and state is not self.training_state:
+            self._state_sites = state.sites = StateSites(self, state)
+        self.training_state = state
 
     def begin_step(
         self,
@@ -112,7 +123,9 @@ class Engine:
             self._forget_lost()
         self._resident_limits = resident_limits
         self.recorder = recorder
-        self._schedule = schedule
+        self.schedule = schedule
+        if self._state_sites is not None:
+            self._state_sites.begin_step(schedule)
         self.limit_bytes = limit_bytes
         self.diverged_at = None
         self.managed_peak_bytes = self.mover.managed_bytes
@@ -126,15 +139,16 @@ class Engine:
     def enter(self, table: GraphTable) -> int:
         """A forward graph begins; returns the number of its call."""
         self._call += 1
-        self._act(self._arrive((SiteKind.ENTER, table.graph, self._call, False, None)))
+        self.graph = (table.graph, self._call, False)
+        self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
         self._leave()
         return self._call
 
     @_at_work
     def enter_backward(self, token: torch.Tensor, table: GraphTable) -> None:
         """The backward of a forward graph begins."""
-        call = self._view(token).call
-        self._act(self._arrive((SiteKind.ENTER, table.graph, call, True, None)))
+        self.graph = (table.graph, self._view(token).call, True)
+        self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
         self._leave()
 
     @_at_work
@@ -158,7 +172,7 @@ class Engine:
         self.recomputer.saved(view, x, table, slot, beside)
         number = self._number_of(saved)
         site = self._arrive((SiteKind.SAVE, table.graph, call, False, number))
-        if self._schedule is not None and number in self._schedule.recomputed:
+        if self.schedule is not None and number in self.schedule.recomputed:
             self.mover.drop(saved)
         self._act(site)
         if site < len(self._rehearsal_limits):
@@ -198,6 +212,17 @@ class Engine:
         site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
         self._use_up(key)
         self._act(site)
+        self._leave()
+
+    @_at_work
+    def visit(
+        self, key: SiteKey, before: Callable[[int], None], after: Callable[[int], None]
+    ) -> None:
+        """A site of the training state; `before` and `after` what the plan says are called."""
+        site = self._arrive(key)
+        before(site)
+        self._act(site)
+        after(site)
         self._leave()
 
     def drop_all(self) -> None:
@@ -299,22 +324,26 @@ class Engine:
         assert recorder is not None
         self.mover.site = site = recorder.num_sites
         recorder.arrive(key)
-        schedule = self._schedule
+        schedule = self.schedule
         if schedule is not None and not schedule.expects(site, key):  # go on without a plan
             self.diverged_at = site
-            self.limit_bytes = min(schedule.limits_bytes)
-            self._schedule = None
+            self.limit_bytes = schedule.rest_bytes
+            self.schedule = None
+            if self._state_sites is not None:
+                self.limit_bytes -= self._state_sites.diverge()
         return site
 
     def _act(self, site: int) -> None:
         """Do what the plan asks for at a site; without a plan, keep under the limit."""
-        schedule, mover = self._schedule, self.mover
+        schedule, mover = self.schedule, self.mover
         if schedule is None:
             mover.make_room(0, self.limit_bytes)
             return
         actions = schedule.actions(site)
         for migration in actions.leave:
             mover.start_leaving(self._of_step[migration.tensor_id], migration.tier)
+        if schedule.moves_state and self._state_sites is not None:
+            self._state_sites.act(schedule, site)
         for order in actions.gone:
             mover.finish_leaving(self._of_step[order])
         for order in actions.back:
@@ -324,7 +353,7 @@ class Engine:
     def _bring(self, saved: Saved) -> None:
         """Wait until `saved` is on the device."""
         if not saved.resident:
-            limit_bytes = self.limit_bytes if self._schedule is None else None
+            limit_bytes = self.limit_bytes if self.schedule is None else None
             if saved.copy is None:
                 self.recomputer.remake(saved, self._bring, limit_bytes)
             elif limit_bytes is not None:
@@ -335,11 +364,14 @@ class Engine:
     def _leave(self) -> None:
         assert self.recorder is not None
         if self._resident_limits is not None:
-            self.device.keep_under(*self._resident_limits)
+            site, schedule = self.mover.site, self.schedule
+            spare = schedule.spare_bytes[site] if schedule is not None else 0
+            self.device.keep_under(*self._resident_limits, spare)
         # Not earlier: until here, what `save` adds counts as workspace of the interval before.
         managed_bytes = self.mover.managed_bytes
-        self.managed_peak_bytes = max(self.managed_peak_bytes, managed_bytes)
-        self.recorder.leave(managed_bytes)
+        state_bytes = self._state_sites.in_use_bytes if self._state_sites is not None else 0
+        self.managed_peak_bytes = max(self.managed_peak_bytes, managed_bytes + state_bytes)
+        self.recorder.leave(managed_bytes, state_bytes)
 
     def _is_of_step(self, saved: Saved) -> bool:
         return saved.order < len(self._of_step) and self._of_step[saved.order] is saved

@@ -25,7 +25,7 @@ from teraplan.planners.base import Problem, require_feasible
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
 from teraplan.runtime.report_files import ReportFiles
-from teraplan.step_trace import StepTrace
+from teraplan.step_trace import StepTrace, TensorKind
 from teraplan.units import format_nbytes, format_ns
 
 log = logging.getLogger(__name__)
@@ -51,15 +51,13 @@ class PlanMaker:
         self._reports = reports
         self._machine: Hardware | None = None
         self.replayed: Plan | None = None
-        self.reserved_bytes = 0
-        """What of the device budget is not planned with: the moving training state's."""
         if config.plan != "auto":
             self.replayed = read_plan(Path(config.plan))
             try:
                 require_valid(self.replayed)
             except InvalidPlanError as error:
                 raise InvalidPlanError(f"{config.plan}: {error}") from None
-            _require_updates_here(self.replayed, config.plan)
+            _require_possible_here(self.replayed, config.plan)
         planner_named(config.policy)  # an unknown one is told at once, not after measuring
 
     def require_known(self, table: GraphTable) -> None:
@@ -140,7 +138,7 @@ class PlanMaker:
         the same room twice, so the one is scaled until the other fits.
         """
         daily = self._config.daily_writes
-        plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
+        plan = self._make_plan(trace, budgets)
         for attempt in range(_WEAR_ATTEMPTS):
             if daily is None or daily.nbytes is None:
                 return plan
@@ -156,7 +154,7 @@ class PlanMaker:
             log.info("daily_writes leaves %s of storage", format_nbytes(room))
             budgets = dataclasses.replace(budgets, storage_bytes=room)
             try:
-                plan = make_plan(trace, self.machine(), budgets, policy=self._config.policy)
+                plan = self._make_plan(trace, budgets)
             except InfeasibleBudgetError as error:
                 error.args = (
                     f"{error}. daily_writes allows {format_nbytes(allowed)} to be written in each "
@@ -164,6 +162,14 @@ class PlanMaker:
                 )
                 raise
         return plan
+
+    def _make_plan(self, trace: StepTrace, budgets: Budgets) -> Plan:
+        """A plan in which training state goes to storage, the only place that the runtime has."""
+        machine, rules = self.machine(), dict[str, Tier]()
+        if machine.host_link is not None:
+            moving = (t.name for t in trace.tensors if t.kind is not TensorKind.ACTIVATION)
+            rules = dict.fromkeys(moving, Tier.STORAGE)
+        return make_plan(trace, machine, budgets, policy=self._config.policy, rules=rules)
 
     def machine(self) -> Hardware:
         """The machine, measured at the first call."""
@@ -179,8 +185,13 @@ class PlanMaker:
             case.budgets = dataclasses.replace(case.budgets, storage_bytes=room)
 
     def needs(self, case: Case) -> tuple[int, int]:
-        """Device memory that the case needs about at least, and with nothing moved."""
+        """Device memory that the case needs about at least, and with nothing moved.
+
+        Training state that moves is left out.
+        """
         trace = self._trace(case)
+        saved = tuple(t for t in trace.tensors if t.kind is TensorKind.ACTIVATION)
+        trace = dataclasses.replace(trace, tensors=saved)
         least = trace.state_bytes + max(site.workspace_bytes for site in trace.sites)
         largest = max((tensor.nbytes for tensor in trace.tensors), default=0)
         return least + _SAVED_AT_HAND * largest, int(device_curve(trace).max())
@@ -199,7 +210,7 @@ class PlanMaker:
             machine, config = self.machine(), self._config
             device, host = config.device_budget, config.host_budget
             case.budgets = Budgets(
-                device_bytes=device.resolve(unlimited) - self.reserved_bytes
+                device_bytes=device.resolve(unlimited)
                 if device is not None
                 else machine.device_capacity_bytes,
                 host_bytes=min(host.resolve(unlimited), machine.host_capacity_bytes)
@@ -210,7 +221,14 @@ class PlanMaker:
         return case.budgets
 
 
-def _require_updates_here(plan: Plan, path: str) -> None:
+def _require_possible_here(plan: Plan, path: str) -> None:
+    for migration in plan.migrations:
+        tensor = plan.trace.tensors[migration.tensor_id]
+        if migration.tier is Tier.HOST and tensor.kind is not TensorKind.ACTIVATION:
+            raise UnsupportedError(
+                f"{path}: {tensor.name} goes to host memory in this plan, and training state goes "
+                "to storage only; plan again with a rule that says so"
+            )
     if plan.host_updates:
         raise UnsupportedError(
             f"{path}: {len(plan.host_updates)} updates run on the host's cores in this plan; plans "

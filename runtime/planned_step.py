@@ -4,7 +4,8 @@ import bisect
 import dataclasses
 from collections.abc import Iterator
 
-from teraplan.run_record import RunRecord, StallRecord, TransferRecord
+from teraplan.hardware import Tier
+from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord, TransferRecord
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.recorder import StepRecorder
@@ -22,7 +23,7 @@ def run_record(
     stalls = (
         *engine.mover.stalls,
         *_device_stalls(engine.device, recorder),
-        *recorder.waits_for_state(),
+        *_waits_for_state(engine, recorder),
     )
     return RunRecord(
         step=step,
@@ -31,7 +32,7 @@ def run_record(
         managed_peak_bytes=engine.managed_peak_bytes,
         site_start_ns=recorder.site_starts_ns(),
         managed_bytes=recorder.managed_bytes(),
-        transfers=_from_start(transfers, recorder.start_ns),
+        transfers=_from_start((*transfers, *_of_state(engine, recorder)), recorder.start_ns),
         stalls=stalls,
     )
 
@@ -52,6 +53,38 @@ def _device_stalls(device: Device, recorder: StepRecorder) -> Iterator[StallReco
         start = max(0, start_ns - recorder.start_ns)
         site = max(0, bisect.bisect_right(sites, start) - 1)
         yield StallRecord(site=site, tensor=tensor, start_ns=start, duration_ns=duration_ns)
+
+
+def _of_state(engine: Engine, recorder: StepRecorder) -> Iterator[TransferRecord]:
+    if engine.training_state is None:
+        return
+    for block, transfer in engine.training_state.arena.log.transfers:
+        name = recorder.state.name_of(block)
+        if name is not None:
+            yield TransferRecord(
+                tensor=name,
+                nbytes=transfer.nbytes,
+                direction=transfer.direction,
+                tier=Tier.STORAGE,
+                store=transfer.store,
+                start_ns=transfer.start_ns,
+                end_ns=transfer.end_ns,
+            )
+
+
+def _waits_for_state(engine: Engine, recorder: StepRecorder) -> Iterator[StallRecord]:
+    """Under the tensors' names; `TRAINING_STATE` for what the step has used without a site."""
+    if engine.training_state is None:
+        return
+    sites = recorder.site_starts_ns()
+    for block, start_ns, duration_ns in engine.training_state.arena.log.waits:
+        start = max(0, start_ns - recorder.start_ns)
+        yield StallRecord(
+            site=max(0, bisect.bisect_right(sites, start) - 1),
+            tensor=recorder.state.name_of(block) or TRAINING_STATE,
+            start_ns=start,
+            duration_ns=duration_ns,
+        )
 
 
 def _from_start(transfers: tuple[TransferRecord, ...], start_ns: int) -> tuple[TransferRecord, ...]:

@@ -2,7 +2,7 @@
 
 At every site the engine calls `arrive` first and `leave` last. What lies between is the engine's
 own doing (waits, copies) and counts for neither the time nor the memory of the computation. Nor do
-waits for training state that moves, which lie between sites.
+waits for training state that is used without a site.
 """
 
 import hashlib
@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from teraplan.run_record import TRAINING_STATE, StallRecord
 from teraplan.runtime.device import Device
 from teraplan.runtime.saved import Saved
+from teraplan.runtime.state_log import StateLog
 from teraplan.step_trace import (
     Fingerprint,
     Recompute,
@@ -24,8 +24,14 @@ from teraplan.step_trace import (
 )
 
 SiteKey = tuple[SiteKind, str, int, bool, int | None]
-"""A site without its times: kind, graph, number of the call, backward?, tensor."""
-Signature = tuple[SiteKey, ...]
+"""A site without its times: kind, graph, number of the call, backward?, tensor.
+
+Saved activations count from 0; tensors of the training state that moves from -1 downwards. In a
+trace those follow these.
+"""
+UPDATE = "update"
+"""The graph of sites that are no compiled graph's: those of the optimizer's buckets."""
+Signature = tuple[object, ...]
 """What a step consists of, times and sizes left out."""
 
 
@@ -54,13 +60,16 @@ class StepRecorder:
         self._keys: list[SiteKey] = []
         self._arrived: list[object] = []
         self._left: list[object] = []
-        self._waited: list[int] = []
-        """Time waited for training state until each site was reached."""
+        self._waited: list[tuple[int, int]] = []
+        """Time waited for training state until each site was reached, and until it was left."""
         self._managed: list[int] = []
-        """Bytes of managed tensors resident after each site."""
+        """Bytes of saved activations resident after each site."""
+        self._state_bytes: list[int] = []
+        """The same of training state that moves."""
         self._peaks: list[int] = []
         """Before each site, if memory is measured."""
         self.tensors: list[TensorInfo] = []
+        self.state = StateLog()
         self.start_mark = device.mark()
         self.start_ns = time.perf_counter_ns()
         self._end_mark: object = None
@@ -84,16 +93,24 @@ class StepRecorder:
         self._keys.append(key)
         self._arrived.append(mark)
         self._left.append(mark)  # and so it stays if what follows fails
-        self._waited.append(self._device.waited_beside_ns())
+        waited_ns = self._device.waited_beside_ns()
+        self._waited.append((waited_ns, waited_ns))
         self._managed.append(self._managed[-1] if self._managed else 0)
+        self._state_bytes.append(self._state_bytes[-1] if self._state_bytes else 0)
         if self.measure_memory:
             self._peaks.append(self._device.take_peak())
 
-    def leave(self, managed_bytes: int) -> None:
-        """The engine is through with the site; `managed_bytes` are resident from here on."""
-        self._managed[-1] = managed_bytes
+    def leave(self, managed_bytes: int, state_bytes: int = 0) -> None:
+        """The engine is through with the site.
+
+        Args:
+            managed_bytes: of saved activations that are resident from here on.
+            state_bytes: of training state that moves.
+        """
+        self._managed[-1], self._state_bytes[-1] = managed_bytes, state_bytes
         if self.measure_memory:
             self._device.take_peak()
+        self._waited[-1] = self._waited[-1][0], self._device.waited_beside_ns()
         self._left[-1] = self._device.mark()
 
     def add_tensor(self, saved: Saved, shape: tuple[int, ...], dtype: str, layer: str) -> None:
@@ -124,32 +141,17 @@ class StepRecorder:
 
     def signature(self) -> Signature:
         """What must be equal in two steps for their measurements to be of the same thing."""
-        return tuple(self._keys)
+        return (*self._keys, *self.state.signature())
 
     def durations_ns(self) -> tuple[int, ...]:
         """Computation in each interval."""
         ends = [*self._arrived[1:], self._end_mark]
-        waits = self._waits_for_state_ns()
+        ended = [*(arrived for arrived, _ in self._waited[1:]), self._waited_at_end]
+        waits = [end - left for (_, left), end in zip(self._waited, ended, strict=True)]
         return tuple(
             max(0, self._device.elapsed_ns(left, end) - waited_ns)
             for left, end, waited_ns in zip(self._left, ends, waits, strict=True)
         )
-
-    def waits_for_state(self) -> Iterator[StallRecord]:
-        """Those of an interval as one, which is said to begin when the interval does."""
-        waits = self._waits_for_state_ns()
-        for site, (start_ns, waited_ns) in enumerate(
-            zip(self.site_starts_ns(), waits, strict=True)
-        ):
-            if waited_ns:
-                yield StallRecord(
-                    site=site, tensor=TRAINING_STATE, start_ns=start_ns, duration_ns=waited_ns
-                )
-
-    def _waits_for_state_ns(self) -> list[int]:
-        """Of each interval; while the engine is at work at a site, nothing waits for state."""
-        ends = [*self._waited[1:], self._waited_at_end]
-        return [end - begin for begin, end in zip(self._waited, ends, strict=True)]
 
     def workspaces_bytes(self) -> tuple[int, ...]:
         """Peak of each interval beside state and managed tensors; only if memory was measured."""
@@ -168,8 +170,8 @@ class StepRecorder:
         return self._device.elapsed_ns(self.start_mark, self._end_mark)
 
     def managed_bytes(self) -> tuple[int, ...]:
-        """Bytes of managed tensors resident after each site."""
-        return tuple(self._managed)
+        """Bytes of tensors that can move resident after each site."""
+        return tuple(map(sum, zip(self._managed, self._state_bytes, strict=True)))
 
     def trace(
         self,
@@ -182,10 +184,20 @@ class StepRecorder:
         recomputes: Mapping[int, Recompute],
     ) -> StepTrace:
         """This step's sites and tensors with the given measurements."""
-        sizes = ",".join(f"{t.name}:{t.nbytes}" for t in self.tensors)
+        tensors = (
+            *(
+                self._tensor(info, windows, recomputes.get(number))
+                for number, (info, windows) in enumerate(
+                    zip(self.tensors, self._windows(), strict=True)
+                )
+            ),
+            *self.state.tensors(len(self._keys)),
+        )
+        graphs = dict.fromkeys(graph for _, graph, *_ in self._keys if graph != UPDATE)
+        sizes = ",".join(f"{t.name}:{t.nbytes}" for t in tensors)
         return StepTrace(
             fingerprint=Fingerprint(
-                graphs=tuple(dict.fromkeys(graph for _, graph, *_ in self._keys)),
+                graphs=tuple(graphs),
                 shapes=hashlib.sha256(sizes.encode()).hexdigest()[:16],
                 torch_version=torch_version,
                 kernels=kernels,
@@ -198,7 +210,9 @@ class StepRecorder:
                     graph=graph,
                     call=call,
                     backward=backward,
-                    tensor_id=tensor,
+                    tensor_id=tensor
+                    if tensor is None or tensor >= 0
+                    else len(self.tensors) - 1 - tensor,
                     duration_ns=duration,
                     workspace_bytes=workspace,
                 )
@@ -206,19 +220,14 @@ class StepRecorder:
                     self._keys, durations_ns, workspaces_bytes, strict=True
                 )
             ),
-            tensors=tuple(
-                self._tensor(info, windows, recomputes.get(number))
-                for number, (info, windows) in enumerate(
-                    zip(self.tensors, self._windows(), strict=True)
-                )
-            ),
+            tensors=tensors,
         )
 
     def _windows(self) -> Iterator[tuple[tuple[int, int], ...]]:
         """When each tensor has to be on the device, in sites."""
         sites: list[dict[SiteKind, list[int]]] = [{} for _ in self.tensors]
         for site, (kind, *_, tensor) in enumerate(self._keys):
-            if tensor is not None:
+            if tensor is not None and tensor >= 0:
                 sites[tensor].setdefault(kind, []).append(site)
         for of_tensor in sites:
             saves = of_tensor[SiteKind.SAVE]

@@ -1,11 +1,17 @@
-"""A plan turned into what to do at each site."""
+"""A plan turned into what to do at each site.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+In the trace of a step the tensors of its training state follow the saved activations; here each
+class is counted from 0.
+"""
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from teraplan.memory_curve import fixed_curve, managed_curve, peak
 from teraplan.plan import Migration, Plan
 from teraplan.runtime.recorder import SiteKey
-from teraplan.step_trace import Site
+from teraplan.runtime.state.block import Block
+from teraplan.step_trace import Site, TensorKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,25 +24,65 @@ class Actions:
     """Tensors whose bytes must have left."""
     back: tuple[int, ...] = ()
     """Tensors to start bringing back."""
+    state_leave: tuple[int, ...] = ()
+    """The same for training state."""
+    state_gone: tuple[int, ...] = ()
+    state_back: tuple[int, ...] = ()
 
 
 _NOTHING = Actions()
 
 
 class Schedule:
-    """The actions of a plan by site, and the limit that they keep to."""
+    """The actions of a plan by site, and the limits that they keep to."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, state_blocks: Sequence[Block] = ()) -> None:
+        """`state_blocks`: the tensors of the training state, as a step before has used them."""
         self.plan = plan
         self.step = plan.step
         """What is run under the plan."""
         self.sites: tuple[Site, ...] = self.step.sites
-        self._keys = tuple((s.kind, s.graph, s.call, s.backward, s.tensor_id) for s in self.sites)
+        self.state_blocks = dict(enumerate(state_blocks))
+        """By number; brought up to date as steps use others."""
+        tensors = self.step.tensors
+        kinds = [tensor.kind for tensor in tensors]
+        self._num_activations = kinds.count(TensorKind.ACTIVATION)
+        self.moves_state = self._num_activations < len(tensors)
+        self._keys = tuple(
+            (s.kind, s.graph, s.call, s.backward, self._number(s.tensor_id)) for s in self.sites
+        )
+        migrations = plan.migrations
+        saved = managed_curve(
+            replace(self.step, tensors=tensors[: self._num_activations]),
+            (m for m in migrations if m.tensor_id < self._num_activations),
+        )
+        state = managed_curve(self.step, migrations) - saved
+        self.state_peak_bytes = peak(state)
+        """The most that training state takes."""
+        others = peak(fixed_curve(self.step) + saved)
+        self.peak_bytes = min(plan.budgets.device_bytes, others + self.state_peak_bytes)
+        """Of the device: memory that one of both does not need waits, where the budget allows it,
+        until it does."""
         available = plan.budgets.device_bytes - plan.trace.state_bytes
-        self.limits_bytes = tuple(available - site.workspace_bytes for site in self.sites)
-        self._actions = _by_site(plan.migrations)
+        rests = [available - site.workspace_bytes for site in self.sites]
+        self.rest_bytes = min(rests, default=available)
+        """What activations and training state may take at any site."""
+        used = (saved + state).tolist()
+        self.spare_bytes = tuple(r - n for r, n in zip(rests, used, strict=True))
+        """What is left of the budget at each site."""
+        self.limits_bytes = tuple(r - n for r, n in zip(rests, state.tolist(), strict=True))
+        """What activations may take at each site."""
+        self.state_limits_bytes = tuple(r - n for r, n in zip(rests, saved.tolist(), strict=True))
+        """What training state may take at each."""
+        self._actions = self._by_site(migrations)
         self.recomputed = frozenset(choice.tensor_id for choice in plan.recomputed)
         """Tensors that are dropped when they are saved."""
+
+    def blocks(self, numbers: Iterable[int]) -> Iterator[Block]:
+        """Those tensors of the training state of which it is known which they are."""
+        for number in numbers:
+            if number in self.state_blocks:
+                yield self.state_blocks[number]
 
     def expects(self, site: int, key: SiteKey) -> bool:
         """True if `key` is what the plan has at `site`."""
@@ -46,21 +92,41 @@ class Schedule:
         """What to do at `site`."""
         return self._actions.get(site, _NOTHING)
 
+    def _number(self, tensor_id: int | None) -> int | None:
+        """As keys of sites have it: training state from -1 downwards."""
+        if tensor_id is None or tensor_id < self._num_activations:
+            return tensor_id
+        return self._num_activations - 1 - tensor_id
 
-def _by_site(migrations: tuple[Migration, ...]) -> Mapping[int, Actions]:
-    gone: dict[int, list[int]] = {}
-    back: dict[int, list[int]] = {}
-    leave: dict[int, list[Migration]] = {}
-    # Where several come back at one site, the one that is needed first is asked for first.
-    for migration in sorted(migrations, key=lambda m: (m.needed, m.leave)):
-        gone.setdefault(migration.gone, []).append(migration.tensor_id)
-        back.setdefault(migration.back, []).append(migration.tensor_id)
-        leave.setdefault(migration.leave, []).append(migration)
-    return {
-        site: Actions(
-            gone=tuple(gone.get(site, ())),
-            back=tuple(back.get(site, ())),
-            leave=tuple(leave.get(site, ())),
-        )
-        for site in gone.keys() | back.keys() | leave.keys()
-    }
+    def _by_site(self, migrations: tuple[Migration, ...]) -> Mapping[int, Actions]:
+        num_sites = len(self.sites)
+        # Where several come back at one site, the one that is needed first is asked for first.
+        ordered = sorted(migrations, key=lambda m: (m.needed, m.leave))
+        leave = _grouped((m.leave % num_sites, m) for m in ordered)
+        gone = _grouped((m.gone % num_sites, m) for m in ordered)
+        back = _grouped((m.back % num_sites, m) for m in ordered)
+        return {
+            site: Actions(
+                leave=tuple(self._saved(leave.get(site, ()))),
+                gone=tuple(m.tensor_id for m in self._saved(gone.get(site, ()))),
+                back=tuple(m.tensor_id for m in self._saved(back.get(site, ()))),
+                state_leave=self._state(leave.get(site, ())),
+                state_gone=self._state(gone.get(site, ())),
+                state_back=self._state(back.get(site, ())),
+            )
+            for site in gone.keys() | back.keys() | leave.keys()
+        }
+
+    def _saved(self, migrations: Iterable[Migration]) -> list[Migration]:
+        return [m for m in migrations if m.tensor_id < self._num_activations]
+
+    def _state(self, migrations: Iterable[Migration]) -> tuple[int, ...]:
+        found = [m.tensor_id - self._num_activations for m in migrations]
+        return tuple(number for number in found if number >= 0)
+
+
+def _grouped(migrations: Iterable[tuple[int, Migration]]) -> dict[int, list[Migration]]:
+    groups: dict[int, list[Migration]] = {}
+    for site, migration in migrations:
+        groups.setdefault(site, []).append(migration)
+    return groups

@@ -85,6 +85,7 @@ class Session:
         self.fallbacks: list[str] = []
         self._forecast = GraphForecast(device)
         self._budget_bytes = 0
+        self._shared_out = False
         self._compiles = self._compiles_seen = 0
         self._optimizer_known = False
         self._optimizer_steps = 0
@@ -105,7 +106,7 @@ class Session:
         """Another graph is being compiled; True if its parameters are to have ops, too."""
         self._compiles += 1
         self.keeper.meet(inputs)
-        self.engine.training_state = self.keeper.state
+        self.engine.take_state(self.keeper.state)
         return self.keeper.moves
 
     def optimizer_stepped(self) -> None:
@@ -170,6 +171,11 @@ class Session:
             f"{format_nbytes(engine.mover.managed_bytes)} of saved activations on the device, "
             f"{len(engine.mover.faults)} faults in this step\n{self.device.storage.describe()}"
         )
+
+    def explain(self, error: InfeasibleBudgetError) -> None:
+        """Let the error name a budget for all tensors, also where it comes from a part of them."""
+        if self.active is None or self.active.memory is None:  # later, plans are of the whole step
+            self.keeper.explain(error)
 
     def close(self) -> None:
         """Release files, threads and memory."""
@@ -278,7 +284,7 @@ class Session:
             case,
             self.plans,
             peak_bytes=self.actual_peak_bytes(),
-            budget_bytes=plan.budgets.device_bytes + self.keeper.limit_bytes,
+            budget_bytes=plan.budgets.device_bytes,
         )
         if lesson.fallback:
             self._fall_back(lesson.fallback)
@@ -301,7 +307,7 @@ class Session:
         self.plans.require_known(table)
 
     def _follow(self, case: Case, plan: Plan) -> None:
-        case.schedule = Schedule(plan)
+        case.schedule = Schedule(plan, case.state_blocks)
         self.reports.write_plan(case.number, plan)
         log.info("%s", plan_banner(plan))
 
@@ -311,10 +317,11 @@ class Session:
         """The device budget in force."""
         case = self.active
         if case is not None and case.schedule is not None:
-            return case.schedule.plan.budgets.device_bytes + self.keeper.limit_bytes
+            return case.schedule.plan.budgets.device_bytes
         if self.config.device_budget is None:
             return self.device.capacity_bytes()
-        return self.config.device_budget.resolve(self._forecast.unlimited_peak_bytes)
+        unlimited = self._forecast.unlimited_peak_bytes + self.keeper.step_bytes
+        return self.config.device_budget.resolve(unlimited)
 
     def _safe_limit(self) -> int:
         """Most managed bytes that keep a step without a plan under the budget."""
@@ -336,6 +343,8 @@ class Session:
         if case.memory is None or case.schedule is None:
             return None
         budget = case.schedule.plan.budgets.device_bytes
+        if self.keeper.moves:  # free memory waits wherever the plan leaves room
+            budget -= case.reserve_bytes
         return budget + case.memory.overhead_bytes, _headroom_bytes(budget)
 
     def _refuse_hopeless_budget(self) -> None:
@@ -349,13 +358,13 @@ class Session:
 
     def _share_out_again(self, case: Case) -> None:
         """Once memory has been measured: the state gets what is left of the budget."""
-        if case.memory is None or not self.keeper.moves or self.plans.reserved_bytes:
+        if case.memory is None or not self.keeper.moves or self._shared_out:
             return
         least, most = self.plans.needs(case)
         budget = self.device_budget_bytes()
         other = max(least, min(most, (budget + least) // 2))
         self.keeper.share_out(budget, max(other, budget - self.keeper.step_bytes))
-        self.plans.reserved_bytes = self.keeper.limit_bytes
+        self._shared_out = True
         self._budget_bytes = budget - self.keeper.limit_bytes
 
     def actual_peak_bytes(self) -> int:

@@ -60,7 +60,7 @@ def status_of(session: "Session") -> Status:
 def _of_state(state: TrainingState) -> dict[str, object]:
     return {
         "moving_state_bytes": state.arena.total_bytes,
-        "moving_state_budget_bytes": state.arena.limit_bytes,
+        "moving_state_budget_bytes": state.limit_bytes,
         "state_written_bytes": state.last_step.written_bytes,
         "state_read_bytes": state.last_step.read_bytes,
         "state_wait_ns": state.last_step.waited_ns,
@@ -83,18 +83,18 @@ def _of_plan(session: "Session") -> dict[str, object]:
     assert case is not None
     assert case.schedule is not None
     plan = case.schedule.plan
-    prediction, moving_bytes = plan.prediction, session.keeper.step_bytes
-    moving_peak_bytes = min(moving_bytes, session.keeper.limit_bytes)
+    prediction, moves = plan.prediction, session.keeper.moves
     paths = {what: session.reports.path(what, case.number) for what in ("plan", "trace", "run")}
     return {
         "state_bytes": plan.trace.state_bytes,
-        "unlimited_peak_bytes": prediction.unlimited_peak_bytes + moving_bytes,
-        "predicted_peak_bytes": prediction.device_peak_bytes + moving_peak_bytes,
+        "unlimited_peak_bytes": prediction.unlimited_peak_bytes,
+        "predicted_peak_bytes": case.schedule.peak_bytes if moves else prediction.device_peak_bytes,
         "predicted_managed_peak_bytes": prediction.managed_peak_bytes,
         "ideal_step_ns": prediction.ideal_ns,
-        "predicted_step_ns": prediction.step_ns + case.predicted_wait_for_state_ns,
+        "predicted_step_ns": prediction.step_ns + case.unplanned_wait_ns,
         "actual_peak_bytes": session.actual_peak_bytes(),
         "recomputed": len(plan.recomputed),
+        **({"moving_state_budget_bytes": case.schedule.state_peak_bytes} if moves else {}),
         **{
             f"{what}_path": str(path) if path is not None and path.exists() else ""
             for what, path in paths.items()

@@ -144,7 +144,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
             session.keeper.check()
         except TeraplanError as error:  # the generated code between here and there helps nobody
             if isinstance(error, InfeasibleBudgetError):
-                session.keeper.explain(error)
+                session.explain(error)
             raise error.with_traceback(None) from None
         return results
 

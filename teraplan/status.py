@@ -66,7 +66,7 @@ class Status:
     moving_state_bytes: int = -1
     """Parameters, gradients and optimizer state that move, wherever they are; -1: none moves."""
     moving_state_budget_bytes: int = -1
-    """Of the device budget, what they may take."""
+    """The most of the device budget that they take: by the plan, before there is one at all."""
     state_written_bytes: int = -1
     """To storage in the last step; unchanged parameters cause no writes."""
     state_read_bytes: int = -1

@@ -14,7 +14,7 @@ import ctypes
 import os
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -25,7 +25,8 @@ from teraplan.runtime import pages
 from teraplan.runtime.page_pool import PageBlock, PagePool
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.lease import span_nbytes, tensor_at
-from teraplan.runtime.state.timeline import Timeline
+from teraplan.runtime.state.move_log import MoveLog
+from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.storage import Storage
 from teraplan.runtime.storage.memory import view
 from teraplan.units import format_nbytes
@@ -44,8 +45,9 @@ class StateArena:
         self.held_bytes = 0
         """In memory, waiting pages included."""
         self.peak_bytes = 0
-        self.written_bytes = self.read_bytes = 0
-        self.waited_ns = 0
+        self.log = MoveLog()
+        self.make_room: Callable[[int], object] | None = None
+        """Called before so many bytes more are held, where something else may be in their place."""
         self.timeline = Timeline()
         self.overrun_bytes = 0
         """The most that blocks in use at once have taken beyond the limit."""
@@ -68,13 +70,20 @@ class StateArena:
         """The block of a tensor that lives here, None for any other."""
         return self.blocks.get(tensor.untyped_storage().data_ptr())
 
-    def allocate(self, like: torch.Tensor, key: Key, label: str) -> torch.Tensor:
-        """An uninitialized tensor as `like`, in memory."""
+    def allocate(self, like: torch.Tensor, key: Key, what: str) -> torch.Tensor:
+        """An uninitialized tensor as `like`, in memory; `what` it is, for people."""
         nbytes = span_nbytes(like)
         size = pages.round_up(nbytes)
         with self.lock:
             self._settle()
-            block = Block(key=key, label=label, address=self._pages(size), nbytes=size)
+            block = Block(
+                key=key,
+                what=what,
+                shape=tuple(like.shape),
+                dtype=str(like.dtype)[6:],
+                address=self._pages(size),
+                nbytes=size,
+            )
             self.blocks[block.address] = block
             self.sizes[key] = size
             self._alive[key] += 1
@@ -98,6 +107,33 @@ class StateArena:
         """Of all blocks, wherever they are."""
         return sum(block.nbytes for block in list(self.blocks.values()))
 
+    @property
+    def in_use_bytes(self) -> int:
+        """Of what is held, what blocks have."""
+        return self.held_bytes - self._pool.nbytes
+
+    @property
+    def coming_bytes(self) -> int:
+        """Of blocks that are being read: their pages may not have been touched yet."""
+        with self.lock:
+            coming = (b for b in self._shown if b.arrival is not None and not b.arrival.done)
+            return sum(block.nbytes for block in coming)
+
+    @property
+    def written_bytes(self) -> int:
+        """So far."""
+        return self.log.written_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """So far."""
+        return self.log.read_bytes
+
+    @property
+    def waited_ns(self) -> int:
+        """Time that computing has waited so far."""
+        return self.log.waited_ns
+
     # -- uses ------------------------------------------------------------------------------------
 
     def use(self, block: Block, *, writes: bool = False) -> None:
@@ -110,7 +146,7 @@ class StateArena:
             self._settle()
             block.position = self.timeline.note(block.key)
             block.uses += 1
-            block.leaving = False
+            block.leaving = block.spent = False
             if block.place is not Place.MEMORY:
                 self._bring(block)
             if writes:
@@ -145,7 +181,7 @@ class StateArena:
         """Start bringing back what is used next, as far as there is room."""
         with self.lock:
             self._settle()
-            room = self.limit_bytes - (self.held_bytes - self._pool.nbytes)
+            room = self.limit_bytes - self.in_use_bytes
             for key in self.timeline.ahead():
                 if room <= 0 or not self._away:
                     return
@@ -157,6 +193,37 @@ class StateArena:
                 room -= block.nbytes
                 if room >= 0:
                     self._start_back(block)
+
+    # -- what a plan asks for --------------------------------------------------------------------
+
+    def keep_to(self, limit_bytes: int) -> None:
+        """From now on hold no more than this, if what is in use lets it."""
+        with self.lock:
+            self.limit_bytes = limit_bytes
+            self._settle()
+            self._make_room(0)
+
+    def send_out(self, block: Block) -> None:
+        """Start copying the block out, unless it is in use."""
+        with self.lock:
+            if self._is_here(block) and not block.uses and not block.leaving:
+                self._start_leaving(block)
+
+    def see_out(self, block: Block) -> None:
+        """Wait until the block has left, unless it is in use."""
+        with self.lock:
+            self.send_out(block)
+            while self._is_here(block) and block.leaving:
+                self._finish_leaving(block)
+
+    def fetch(self, block: Block) -> None:
+        """Start bringing the block back, if it is away."""
+        with self.lock:
+            if self.blocks.get(block.address) is block and block.place is Place.STORAGE:
+                self._start_back(block)
+
+    def _is_here(self, block: Block) -> bool:
+        return self.blocks.get(block.address) is block and block.place is Place.MEMORY
 
     def user_may_have_run(self) -> None:
         """Anything may have been written to any block since the last call."""
@@ -178,7 +245,7 @@ class StateArena:
             block.epoch = self._epoch
             block.record = self.storage.put(address, nbytes, owner=block, label=block.label)
             block.changed = False
-            self.written_bytes += nbytes
+            self.log.written_bytes += nbytes
         block.leaving = True
         self._leaving.append(block)
 
@@ -197,7 +264,7 @@ class StateArena:
     def _finish_leaving(self, block: Block) -> None:
         """The record is written: if the block still holds the same bytes, it goes."""
         assert block.record is not None
-        self.waited_ns += self.storage.wait(block.record.write, what=f"{block.label} to leave")
+        self.log.wait(self.storage, block, block.record.write, "to leave")
         same_epoch = block.epoch == self._epoch
         if block.changed or not (same_epoch or self._is_as_written(block)):
             self._drop_record(block)
@@ -239,13 +306,13 @@ class StateArena:
         block.epoch = self._epoch
         block.arrival = self.storage.get(block.record, block.landing, owner=block, urgent=urgent)
         block.place = Place.COMING
-        self.read_bytes += block.nbytes
+        self.log.read_bytes += block.nbytes
 
     def _bring(self, block: Block) -> None:
         if block.place is Place.STORAGE:
             self._start_back(block, urgent=True)
         assert block.arrival is not None
-        self.waited_ns += self.storage.wait(block.arrival, what=f"{block.label} to come back")
+        self.log.wait(self.storage, block, block.arrival, "to come back")
         self._check_landed(block)
         del self._shown[block]
         pages.move(block.landing, block.address, block.nbytes)
@@ -277,6 +344,8 @@ class StateArena:
             waiting = self._pool.take(nbytes)
         if waiting is not None:
             return waiting.address
+        if self.make_room is not None:
+            self.make_room(nbytes)
         self._hold(nbytes)
         return pages.take(nbytes)
 
@@ -295,11 +364,10 @@ class StateArena:
     def _make_room(self, nbytes: int) -> None:
         """Let blocks leave until `nbytes` more fit, those that are needed last first."""
         while True:
-            in_use = self.held_bytes - self._pool.nbytes
-            if in_use + nbytes <= self.limit_bytes:
+            beyond = self.in_use_bytes + nbytes - self.limit_bytes
+            if beyond <= 0:
                 break
             if not self._let_one_leave():
-                beyond = in_use + nbytes - self.limit_bytes
                 self.overrun_bytes = max(self.overrun_bytes, beyond)
                 break
         self._shrink_pool(self.held_bytes + nbytes - self.limit_bytes)
@@ -326,7 +394,7 @@ class StateArena:
         return True
 
     def _distance(self, block: Block) -> int:
-        return self.timeline.next_use(block.key)
+        return NEVER + 1 if block.spent else self.timeline.next_use(block.key)
 
     def _forget_ended(self) -> None:
         """Give back the memory of blocks whose tensors are gone."""

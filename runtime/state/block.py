@@ -27,7 +27,10 @@ class Block:
     """
 
     key: Key
-    label: str
+    what: str
+    """What it is: "parameter", "gradient", or what the optimizer calls it."""
+    shape: tuple[int, ...]
+    dtype: str
     address: int
     nbytes: int
     place: Place = Place.MEMORY
@@ -49,6 +52,14 @@ class Block:
     """Address of the pages that the read goes to."""
     position: int | None = None
     """Of its latest use in the step before."""
+
+    spent: bool = False
+    """A gradient whose parameter has been updated: nothing but user code may still want it."""
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.what} {self.key[1]} ({'x'.join(map(str, self.shape))})"
 
     @property
     def held(self) -> bool:

@@ -1,7 +1,6 @@
 """Decides whether a session's training state moves, and how much memory it may take.
 
-The state gets a fixed part of the device budget. All else (activations, workspace, what does not
-move) is planned within the rest, by code that knows nothing of this.
+Until there is a plan for the whole step, the state has a fixed part of the device budget.
 """
 
 import logging
@@ -65,8 +64,8 @@ class StateKeeper:
 
     @property
     def limit_bytes(self) -> int:
-        """What of the device budget is the state's."""
-        return self.state.arena.limit_bytes if self.state is not None else 0
+        """What of the device budget is the state's in steps without a plan."""
+        return self.state.limit_bytes if self.state is not None else 0
 
     @property
     def step_bytes(self) -> int:
@@ -126,7 +125,7 @@ class StateKeeper:
                 self._open(budget - (self._device.state_bytes() - here))
         if self.state is not None:
             self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
-            self.state.arena.limit_bytes = max(self.state.arena.limit_bytes, self._least_bytes)
+            self.state.set_limit(max(self.state.limit_bytes, self._least_bytes))
 
     def share_out(self, budget_bytes: int, other_bytes: int) -> None:
         """Give the state what of the budget nothing else needs.
@@ -137,7 +136,7 @@ class StateKeeper:
         """
         if self.state is None:
             return
-        self.state.arena.limit_bytes = max(budget_bytes - other_bytes, self._least_bytes)
+        self.state.set_limit(max(budget_bytes - other_bytes, self._least_bytes))
 
     def close(self) -> None:
         """End all I/O of the state; its tensors stay readable."""
@@ -187,6 +186,7 @@ class StateKeeper:
             strict=self._config.strict,
         )
         self.state = TrainingState(storage, int(max(0, left_bytes) * _FIRST_SHARE))
+        self.state.make_room = self._device.make_room
         self._device.keeps_beside(self.state.arena)
         self._steps = OptimizerSteps(self.state, self._device.make_room)
 

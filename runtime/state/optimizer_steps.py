@@ -34,8 +34,9 @@ from teraplan.runtime.state.stand_in import (
 )
 from teraplan.runtime.state.training_state import TrainingState
 
-_BUCKET_SHARE = 3
-"""Buckets take at most this part of the limit: one computes, one comes in, one goes out."""
+_MOST_BUCKETS = 64
+"""About as many, if no tensor is large. Fewer have less to do with each other: one computes, one
+comes in, one goes out."""
 _STATES_OF_UNKNOWN = 2
 TEMPORARIES = 2
 """Tensors of a parameter's size that AdamW makes on the way; of others none makes more."""
@@ -223,7 +224,9 @@ class OptimizerSteps:
         """The optimizer with this bucket alone, all of whose tensors are in memory."""
         made = stand_in(step.optimizer, bucket)
         tensors = _tensors(made, _parameters(made))
-        self._state.expect(_beside_bytes(made))
+        self._state.expect(
+            sum(_missing_bytes(made).values()), temporary_bytes=_temporary_bytes(made)
+        )
         step.using.enter_context(self._state.using(tensors, writes=True))
         return made
 
@@ -235,18 +238,22 @@ class OptimizerSteps:
     def _buckets(self, optimizer: Optimizer) -> list[set[int]]:
         """Identities of the parameters of each bucket, those of the last layers first.
 
-        What the next forward needs first is then used last, and still in memory.
+        What the next forward needs first is then used last, and still in memory. A bucket takes as
+        much as the largest parameter does: that has to fit in any case, and it is the same in every
+        step, whatever memory there is.
         """
         parameters = list(_parameters(optimizer))
         missing = _missing_bytes(optimizer)
         if not self._order_matters(optimizer):
             parameters.reverse()
-        limit = self._state.arena.limit_bytes // _BUCKET_SHARE
+        sizes = [
+            sum(t.nbytes for t in _tensors(optimizer, [p])) + missing.get(id(p), 0)
+            for p in parameters
+        ]
+        limit = max([sum(sizes) // _MOST_BUCKETS, *sizes])
         buckets: list[set[int]] = [set()]
         nbytes = 0
-        for parameter in parameters:
-            size = sum(t.nbytes for t in _tensors(optimizer, [parameter]))
-            size += missing.get(id(parameter), 0)
+        for parameter, size in zip(parameters, sizes, strict=True):
             if nbytes and nbytes + size > limit:
                 buckets.append(set())
                 nbytes = 0
@@ -333,11 +340,11 @@ def _missing_bytes(optimizer: Optimizer) -> dict[int, int]:
     return missing
 
 
-def _beside_bytes(optimizer: Optimizer) -> int:
-    """What a step over the parameters in `param_groups` allocates that is no single temporary."""
+def _temporary_bytes(optimizer: Optimizer) -> int:
+    """What a step over the parameters in `param_groups` allocates for all of them at once."""
     several = (group["params"] for group in optimizer.param_groups if group.get("foreach"))
-    temporaries: int = TEMPORARIES * sum(p.nbytes for parameters in several for p in parameters)
-    return temporaries + sum(_missing_bytes(optimizer).values())
+    nbytes: int = TEMPORARIES * sum(p.nbytes for parameters in several for p in parameters)
+    return nbytes
 
 
 def _called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -6,9 +6,11 @@ stays right all the same: its address shows the spill file.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -40,11 +42,37 @@ class Traffic:
         )
 
 
+class Sites(Protocol):
+    """What makes sites of a step of the uses of training state, and does there what a plan says."""
+
+    def use(
+        self, blocks: Sequence[Block], bring: Callable[[], None], *, changes: bool, update: bool
+    ) -> None:
+        """Blocks are about to be used, after `bring`."""
+        ...
+
+    def end_use(self, blocks: Sequence[Block], done: Callable[[], None], *, update: bool) -> None:
+        """Blocks have been used, which `done` says."""
+        ...
+
+    def make(self, make: Callable[[], Block]) -> None:
+        """A block is made, and has been used."""
+        ...
+
+
 class TrainingState:
     """See the module's text. Its methods are called by the training thread."""
 
     def __init__(self, storage: Storage, limit_bytes: int) -> None:
         self.arena = StateArena(storage, limit_bytes)
+        self.limit_bytes = limit_bytes
+        """The most memory that it takes while no plan says anything else."""
+        self.sites: Sites | None = None
+        self.in_step = False
+        """The graph that runs, or has run last, is one whose steps have sites."""
+        self.make_room: Callable[[int], object] | None = None
+        """Gives back memory that nobody uses, where a plan divides the budget."""
+        self._follows_plan = False
         self._trimmer = Trimmer(self.arena)
         self._leaves: frozenset[int] = frozenset()
         self._leaves_limit = -1
@@ -111,11 +139,13 @@ class TrainingState:
             return None
         return self._allocate(like, TensorKind.PARAMETER, "parameter")
 
-    def expect(self, nbytes: int) -> None:
+    def expect(self, nbytes: int, *, temporary_bytes: int) -> None:
         """So much will be allocated outside of the arena until `end_expecting`.
 
-        As `adopt_state` takes it in, its place is free again.
+        As `adopt_state` takes in the first part, its place is free again. A plan knows the second,
+        which is workspace of the step.
         """
+        nbytes += 0 if self._follows_plan else temporary_bytes
         self.arena.reserve(nbytes)
         self._expected_bytes += nbytes
 
@@ -146,8 +176,7 @@ class TrainingState:
     def _allocate(self, like: torch.Tensor, kind: TensorKind, name: str) -> torch.Tensor:
         number = self._num_persistent
         self._num_persistent += 1
-        shape = "x".join(map(str, like.shape))
-        return self.arena.allocate(like, (kind, number), f"{name} {number} ({shape})")
+        return self.arena.allocate(like, (kind, number), name)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -171,10 +200,26 @@ class TrainingState:
         now = Traffic(arena.written_bytes, arena.read_bytes, arena.waited_ns)
         self.last_step, self._before = now - self._before, now
         changed = arena.timeline.begin_step()
-        if changed or self._leaves_limit != arena.limit_bytes:
-            self._leaves_limit = arena.limit_bytes
-            self._leaves = departures(arena.timeline.past, arena.sizes, arena.limit_bytes)
+        if changed or self._leaves_limit != self.limit_bytes:
+            self._leaves_limit = self.limit_bytes
+            self._leaves = departures(arena.timeline.past, arena.sizes, self.limit_bytes)
         self._num_gradients = 0
+
+    def follow_plan(self, follows: bool) -> None:
+        """From now on a plan says what leaves and comes back, and how much memory there is; or not.
+
+        What it says of a tensor may turn out wrong: what is used is brought, whatever it says.
+        """
+        self._follows_plan = follows
+        self.arena.make_room = self.make_room if follows else None
+        if not follows:
+            self.arena.keep_to(self.limit_bytes)
+
+    def set_limit(self, limit_bytes: int) -> None:
+        """Change what it takes while no plan says anything else."""
+        self.limit_bytes = limit_bytes
+        if not self._follows_plan:
+            self.arena.limit_bytes = limit_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -194,30 +239,36 @@ class TrainingState:
         if block is None:
             self._note_stray(parameter)
             return
-        self.arena.use(block)
-        self.arena.prefetch()
+        self._use([block])
 
     def release(self, parameter: torch.Tensor) -> None:
         """The graph has used it for the last time."""
         block = None if self._closed else self.arena.block_of(parameter)
         if block is not None:
-            self._done(block)
+            self._end_use([block])
 
     def settle(self, gradient: torch.Tensor) -> torch.Tensor:
         """A copy of the gradient that may leave memory at once."""
         if self._closed:
             return gradient.clone()
-        number = self._num_gradients
-        self._num_gradients += 1
-        key = (TensorKind.GRADIENT, number)
-        shape = "x".join(map(str, gradient.shape))
-        copy = self.arena.allocate(gradient, key, f"gradient {number} ({shape})")
-        copy.copy_(gradient)
-        block = self.arena.block_of(copy)
-        assert block is not None
-        self.arena.use(block, writes=True)
-        self._done(block)
-        return copy
+        made: list[torch.Tensor] = []
+
+        def make() -> Block:
+            number = self._num_gradients
+            self._num_gradients += 1
+            copy = self.arena.allocate(gradient, (TensorKind.GRADIENT, number), "gradient")
+            made.append(copy.copy_(gradient))
+            block = self.arena.block_of(copy)
+            assert block is not None
+            self.arena.use(block, writes=True)
+            self._done([block])
+            return block
+
+        if self.sites is not None and self.in_step:
+            self.sites.make(make)
+        else:
+            make()
+        return made[0]
 
     # -- what the optimizer's buckets call -------------------------------------------------------
 
@@ -226,23 +277,43 @@ class TrainingState:
         """Within this the tensors are in memory."""
         found = [self.arena.block_of(tensor) for tensor in tensors]
         blocks = [block for block in found if block is not None]
-        self.arena.bring_all(blocks)
-        for block in blocks:
-            self.arena.use(block, writes=writes and block.key[0] is not TensorKind.GRADIENT)
+        self._use(blocks, changes=writes, update=True)
         try:
-            self.arena.prefetch()
             yield
         finally:
-            for block in blocks:
-                self._done(block)
+            self._end_use(blocks, update=True)
 
-    def _done(self, block: Block) -> None:
-        if block.key[0] is TensorKind.GRADIENT and block.position is not None:
-            # After its last use a gradient stays the user's: it goes where that writes nothing.
-            leaves = block.position in self._leaves or block.record is not None
+    def _use(self, blocks: Sequence[Block], *, changes: bool = False, update: bool = False) -> None:
+        bring = partial(self._bring, blocks, writes=changes and update)
+        if self.sites is not None and blocks and (self.in_step or update):
+            self.sites.use(blocks, bring, changes=changes, update=update)
         else:
-            leaves = block.position in self._leaves
-        self.arena.done(block, leaves=leaves)
+            bring()
+
+    def _bring(self, blocks: Sequence[Block], *, writes: bool) -> None:
+        if len(blocks) > 1:
+            self.arena.bring_all(blocks)
+        for block in blocks:
+            self.arena.use(block, writes=writes and block.key[0] is not TensorKind.GRADIENT)
+        if not self._follows_plan:
+            self.arena.prefetch()
+
+    def _end_use(self, blocks: Sequence[Block], *, update: bool = False) -> None:
+        done = partial(self._done, blocks, update=update)
+        if self.sites is not None and blocks and (self.in_step or update):
+            self.sites.end_use(blocks, done, update=update)
+        else:
+            done()
+
+    def _done(self, blocks: Sequence[Block], *, update: bool = False) -> None:
+        for block in blocks:
+            leaves = not self._follows_plan and block.position in self._leaves
+            if block.key[0] is TensorKind.GRADIENT:
+                block.spent = update
+                if block.position is not None and (update or not self._follows_plan):
+                    # After its last use it stays the user's: it goes where that writes nothing.
+                    leaves = leaves or block.record is not None
+            self.arena.done(block, leaves=leaves)
 
     # -- gradients outside of graphs -------------------------------------------------------------
 
@@ -260,7 +331,7 @@ class TrainingState:
             for gradient in (owner.grad, new):
                 block = alive.arena.block_of(gradient) if is_movable(gradient) else None
                 if block is not None:
-                    alive.arena.use(block)
+                    alive._use([block], changes=gradient is owner.grad)
                     pinned.append(block)
 
         def after(owner: torch.Tensor) -> None:
@@ -270,7 +341,7 @@ class TrainingState:
             while pinned:
                 block = pinned.pop()
                 if alive is not None and not alive._closed:
-                    alive._done(block)
+                    alive._end_use([block])
             gradient = owner.grad
             if alive is None or alive._closed or gradient is None or not is_movable(gradient):
                 return

@@ -73,7 +73,7 @@ def test_predictions_follow_what_planned_steps_take() -> None:
     _after_training(check)
 
 
-def test_predictions_follow_what_planned_steps_wait_for_training_state() -> None:
+def test_predictions_follow_what_planned_steps_wait_for_what_no_plan_knows() -> None:
     """Computation is as predicted, and half of each step is waiting."""
 
     def check(session: Session) -> None:
@@ -84,7 +84,7 @@ def test_predictions_follow_what_planned_steps_wait_for_training_state() -> None
         case.runs = [dataclasses.replace(record, stalls=(wait,)) for record in case.runs]
         computed_ns = sum(min(case.durations_ns, key=sum))
         assert _lesson(session).plan is not None
-        assert case.predicted_wait_for_state_ns == took_ns // 2
+        assert case.unplanned_wait_ns == took_ns // 2
         assert case.slowdown == pytest.approx((took_ns - took_ns // 2) / computed_ns)
 
     _after_training(check)

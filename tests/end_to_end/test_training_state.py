@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import teraplan
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, UnsupportedError
-from teraplan.run_record import TRAINING_STATE
 from teraplan.runtime.cpu_device import CpuDevice
 from tests.end_to_end.moving import (
     DEPTH,
@@ -53,30 +52,6 @@ def test_state_gets_no_more_memory_than_it_needs() -> None:
     last = run_moving(training(adamw), budget=64 << 20).final
     assert last.moving_state_budget_bytes == 4 * 4 * WIDTH * WIDTH * DEPTH
     assert last.state_written_bytes == last.state_read_bytes == 0
-
-
-def test_waits_for_state_are_told_apart_from_computation() -> None:
-    last = run_moving(training(adamw)).final
-    (session,) = [s for s in sessions() if s.keeper.state is not None]
-    case, state = session.active, session.keeper.state
-    assert case is not None
-    assert case.schedule is not None
-    assert state is not None
-    prediction = case.schedule.plan.prediction
-    assert last.predicted_step_ns == prediction.step_ns + case.predicted_wait_for_state_ns
-    assert last.predicted_step_ns > prediction.step_ns
-    assert last.predicted_peak_bytes == prediction.device_peak_bytes + state.arena.limit_bytes
-    moving_bytes = 4 * 4 * WIDTH * WIDTH * DEPTH
-    assert last.unlimited_peak_bytes == prediction.unlimited_peak_bytes + moving_bytes
-    for record in case.runs:
-        waits = [s.duration_ns for s in record.stalls if s.tensor == TRAINING_STATE]
-        assert 0 < sum(waits) < record.duration_ns
-    recorder = session.engine.recorder
-    assert recorder is not None
-    recorder.finish()
-    waited_ns = sum(wait.duration_ns for wait in recorder.waits_for_state())
-    assert waited_ns > 0
-    assert sum(recorder.durations_ns()) + waited_ns <= recorder.total_ns()
 
 
 @pytest.mark.slow

@@ -61,6 +61,21 @@ def test_slack_lets_blocks_wait_beside_new_ones() -> None:
     del held
 
 
+def test_where_there_is_no_room_new_blocks_are_made_of_what_waits() -> None:
+    pool = CpuPool()
+    held = _floats(pool, 8 * MIB, 1.0)
+    _floats(pool, 8 * MIB, 1.0)
+    more = _floats(pool, 2 * MIB, 2.0)
+    assert pool.waiting_bytes == 6 * MIB
+    pool.shrink(4 * MIB)  # 4 MiB less than have been in use at once
+    pool.room_bytes = 3 * MIB
+    last = _floats(pool, 4 * MIB, 3.0)
+    assert pool.waiting_bytes == 0, "a whole huge page"
+    assert pool.room_bytes == 1 * MIB
+    for tensor, value in ((held, 1.0), (more, 2.0), (last, 3.0)):
+        assert bool((tensor == value).all())
+
+
 def test_a_seam_between_waiting_and_fresh_memory_cuts_no_huge_page() -> None:
     pool = CpuPool()
     _floats(pool, 64 * MIB, 1.0)

@@ -37,7 +37,7 @@ def arena() -> Iterator[StateArena]:
 
 def filled(arena: StateArena, number: int, nbytes: int = MIB) -> tuple[Tensor, Block]:
     key = (TensorKind.PARAMETER, number)
-    tensor = arena.allocate(torch.empty(nbytes // 4), key, f"parameter {number}")
+    tensor = arena.allocate(torch.empty(nbytes // 4), key, "parameter")
     tensor.fill_(float(number))
     block = arena.block_of(tensor)
     assert block is not None
@@ -131,7 +131,7 @@ def test_bytes_that_the_disk_changes_are_an_error(arena: StateArena) -> None:
     with mmap.mmap(-1, mmap.PAGESIZE) as page:  # direct I/O takes whole pages only
         page[0] = 9
         os.pwritev(fd, [page], offset)
-    with pytest.raises(IntegrityError, match=r"parameter 1: 1.00 MiB came back changed"):
+    with pytest.raises(IntegrityError, match=r"parameter 1 \(262144\): 1.00 MiB came back changed"):
         arena.use(block)
 
 

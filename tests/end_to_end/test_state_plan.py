@@ -1,0 +1,181 @@
+"""The plan of a step whose training state moves is one of all its tensors, and is what is done."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from teraplan.check_plan import require_valid
+from teraplan.errors import UnsupportedError
+from teraplan.hardware import Tier
+from teraplan.plan import Plan
+from teraplan.plan_file import read_plan, write_plan
+from teraplan.run_record import Direction
+from teraplan.runtime.case import Case
+from teraplan.runtime.feedback import Lesson
+from teraplan.runtime.recorder import UPDATE
+from teraplan.simulate import predict
+from teraplan.step_trace import TensorKind
+from tests.end_to_end.moving import (
+    BUDGET,
+    DEPTH,
+    STEPS,
+    adamw,
+    budget_beside_others,
+    check,
+    looping,
+    run_moving,
+    training,
+)
+from tests.end_to_end.training import MLP, assert_same, run, sessions
+
+
+def planned_case() -> tuple[Case, Plan]:
+    """The kind of step of the session whose state moves, and its plan."""
+    (session,) = [s for s in sessions() if s.keeper.state is not None]
+    case = session.active
+    assert case is not None
+    assert case.schedule is not None
+    return case, case.schedule.plan
+
+
+def test_one_plan_for_all_classes_of_tensors() -> None:
+    last = run_moving(training(adamw)).statuses[-1]
+    case, plan = planned_case()
+    assert case.schedule is not None
+    tensors = plan.trace.tensors
+    kinds = Counter(tensor.kind for tensor in tensors)
+    assert kinds[TensorKind.ACTIVATION] > 0
+    assert kinds[TensorKind.PARAMETER] == kinds[TensorKind.GRADIENT] == DEPTH
+    assert kinds[TensorKind.OPTIMIZER_STATE] == 2 * DEPTH
+    assert TensorKind.OPTIMIZER_STATE in {tensors[m.tensor_id].kind for m in plan.migrations}
+    require_valid(plan)
+    assert plan.prediction.device_peak_bytes <= plan.budgets.device_bytes
+    assert last.predicted_step_ns == plan.prediction.step_ns
+    assert plan.prediction.device_peak_bytes <= last.predicted_peak_bytes
+    assert last.predicted_peak_bytes <= plan.budgets.device_bytes
+    assert last.moving_state_budget_bytes == case.schedule.state_peak_bytes
+    assert last.unlimited_peak_bytes == plan.prediction.unlimited_peak_bytes
+    assert last.diverged_steps == 0
+
+
+def test_waits_are_told_apart_from_computation() -> None:
+    run_moving(training(adamw))
+    case, plan = planned_case()
+    tensors = {tensor.name: tensor for tensor in plan.trace.tensors}
+    waits = [stall for record in case.runs for stall in record.stalls]
+    assert any(tensors[wait.tensor].kind is not TensorKind.ACTIVATION for wait in waits)
+    for record in case.runs:
+        assert sum(stall.duration_ns for stall in record.stalls) < record.duration_ns
+    assert case.last is not None
+    assert sum(case.last.durations_ns()) <= case.last.total_ns()
+
+
+def test_a_parameter_is_used_in_the_graphs_and_changed_in_its_update() -> None:
+    run_moving(training(adamw))
+    _, plan = planned_case()
+    trace = plan.trace
+    updates = [k for k, site in enumerate(trace.sites) if site.graph == UPDATE]
+    for tensor in trace.tensors:
+        if tensor.kind is TensorKind.PARAMETER:
+            assert len(tensor.windows) >= 2
+            assert tensor.changed_in == (len(tensor.windows) - 1,)
+            assert tensor.persistent
+        if tensor.kind is TensorKind.GRADIENT:
+            born, update = tensor.windows
+            assert born[0] + 1 == born[1] <= updates[0]
+            assert update[0] in updates
+            assert not tensor.persistent
+        if tensor.kind is TensorKind.OPTIMIZER_STATE:
+            assert len(tensor.windows) == 1
+            assert set(tensor.windows[0]) <= set(updates)
+
+
+def test_what_moves_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step that follows one under the same plan."""
+    monkeypatch.setattr("teraplan.runtime.session.learn", lambda *_, **__: Lesson())
+    run_moving(training(adamw))
+    case, plan = planned_case()
+    names = [plan.trace.tensors[m.tensor_id].name for m in plan.migrations]
+    assert names
+    last = case.runs[-1]
+    came = Counter(t.tensor for t in last.transfers if t.direction is Direction.BACK)
+    left = Counter(t.tensor for t in last.transfers if t.direction is Direction.OUT)
+    assert came == Counter(names)
+    written = [n for n, m in zip(names, plan.migrations, strict=True) if not m.clean]
+    assert Counter(written) <= left
+    more = left - Counter(written)
+    assert all(name.startswith("gradient") for name in more), "what is the user's after its update"
+
+
+def test_a_plan_file_with_training_state_is_replayed(tmp_path: Path) -> None:
+    path, again = tmp_path / "plan.json", tmp_path / "again.json"
+    options: dict[str, object] = {"training_state": "moves"}
+    options["device_budget"] = budget_beside_others(BUDGET)
+    first = run(training(adamw), **options, report=str(tmp_path))
+    plan = read_plan(path)
+    moved = {plan.trace.tensors[m.tensor_id].kind for m in plan.migrations}
+    assert TensorKind.OPTIMIZER_STATE in moved
+    replayed = run(training(adamw), **options, plan=str(path))
+    assert_same(first, replayed)
+    assert planned_case()[1] == plan
+    assert replayed.statuses[-1].diverged_steps == 0
+
+    write_plan(with_host_tier(plan), again)
+    with pytest.raises(UnsupportedError, match="training state goes to storage only"):
+        run(training(adamw), **options, plan=str(again))
+
+
+def with_host_tier(plan: Plan) -> Plan:
+    """The same for a machine with host memory that is like its storage."""
+    nbytes = plan.budgets.storage_bytes
+    plan = replace(
+        plan,
+        hardware=replace(
+            plan.hardware, host_link=plan.hardware.storage_link, host_capacity_bytes=nbytes
+        ),
+        budgets=replace(plan.budgets, host_bytes=nbytes),
+        migrations=tuple(replace(m, tier=Tier.HOST) for m in plan.migrations),
+    )
+    return replace(plan, prediction=predict(plan.trace, plan.hardware, plan.migrations))
+
+
+def test_training_state_goes_to_storage_where_there_is_host_memory() -> None:
+    run_moving(training(adamw), host_budget=1 << 30)
+    _, plan = planned_case()
+    assert plan.hardware.host_link is not None
+    tiers = {(plan.trace.tensors[m.tensor_id].kind, m.tier) for m in plan.migrations}
+    assert (TensorKind.OPTIMIZER_STATE, Tier.STORAGE) in tiers
+    assert {kind for kind, tier in tiers if tier is Tier.HOST} <= {TensorKind.ACTIVATION}
+
+
+def test_evaluation_between_steps_is_no_part_of_the_plan() -> None:
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        with torch.no_grad():
+            net(*net.batch(step))
+
+    last = run_moving(training(adamw, between=between)).statuses[-1]
+    assert last.phase == "planned"
+    assert last.diverged_steps == 0
+
+
+def test_a_step_that_leaves_its_plan_keeps_its_bits() -> None:
+    """A gradient is computed twice in one step, and half of the parameters get none in another."""
+
+    def step_of(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+        loss: Tensor = net(*net.batch(step))
+        torch.autograd.backward(loss)
+        if step == STEPS - 2:
+            torch.autograd.backward(net(*net.batch(step)))
+        if step == STEPS - 1:
+            for parameter in list(net.parameters())[::2]:
+                parameter.grad = None
+        optimizer.step()
+        return loss
+
+    state = check(looping(step_of))
+    (session,) = [s for s in sessions() if s.keeper.state is state]
+    assert session.diverged_steps > 0
