@@ -36,19 +36,37 @@ _SITES_BETWEEN_TRIMS, _SITES_BETWEEN_URGENT_TRIMS = 256, 32
 """The heap is trimmed rarely: what is given back is touched, and faults, again."""
 
 
-class _StorageCopy(Copy):
-    tier = Tier.STORAGE
+class _Copy(Copy):
+    """A tensor elsewhere: its first bytes in the host pool, the rest in a record of storage.
 
-    def __init__(self, device: "CpuDevice", record: Record, label: str, *, pooled: bool) -> None:
-        self.pooled = pooled
+    Where it is in one tier, the other part is missing.
+    """
+
+    def __init__(
+        self, device: "CpuDevice", source: torch.Tensor, label: str, *, host_bytes: int
+    ) -> None:
+        self.nbytes, self.host_bytes, self.label = source.nbytes, host_bytes, label
+        self.tier = Tier.HOST if host_bytes == self.nbytes else Tier.STORAGE
+        address = source.data_ptr()
+        self.pooled = device.pool.owns(address)
         self._left = False
-        self.nbytes = record.nbytes
-        self.record = record
-        self.label = label
         self._device = device
+        # Whatever of this fails, nothing has happened.
+        self.hosted: torch.Tensor | None = device.host_memory(host_bytes, label)
+        self.record: Record | None = None
+        if self.tier is Tier.STORAGE:
+            self.record = device.storage.put(
+                address + host_bytes,
+                self.nbytes - host_bytes,
+                owner=source.untyped_storage(),
+                label=label,
+            )
+        device.host_bytes += host_bytes
+        if self.hosted is not None:  # while storage writes the rest
+            device.copy(self.hosted, source.narrow(0, 0, host_bytes), label, Direction.OUT)
 
     def wait_out(self) -> int:
-        if self._left:
+        if self._left or self.record is None:
             return 0
         waited = self._device.storage.wait(self.record.write, what=f"{self.label} to leave")
         self._left = True
@@ -56,58 +74,46 @@ class _StorageCopy(Copy):
         return waited
 
     def drop(self) -> None:
-        self._device.storage.drop(self.record)
+        if self.record is not None:
+            self._device.storage.drop(self.record)
+        if self.hosted is not None:
+            self.hosted = None
+            self._device.host_bytes -= self.host_bytes
 
 
-class _StorageArrival(Arrival):
-    def __init__(self, copy: _StorageCopy, device: "CpuDevice", *, urgent: bool) -> None:
-        record = copy.record
-        if copy.pooled:  # the pool's memory begins at a page, as that of the tensor did
-            landing = device.pool.empty_bytes(record.nbytes + record.address_remainder)
+class _Arrival(Arrival):
+    def __init__(self, copy: _Copy, device: "CpuDevice", *, urgent: bool) -> None:
+        self._device, self._label = device, copy.label
+        self._offset = 0
+        self._transfer: Transfer | None = None
+        if copy.record is None:
+            self._landing = torch.empty(copy.nbytes, dtype=torch.uint8)
         else:
-            landing = torch.empty(record.nbytes + record.alignment, dtype=torch.uint8)
+            self._start_reading(copy, copy.record, urgent)
+        if copy.host_bytes:
+            assert copy.hosted is not None, f"{copy.label}: its host copy has been dropped"
+            first = self._landing.narrow(0, self._offset, copy.host_bytes)
+            device.copy(first, copy.hosted, copy.label, Direction.BACK)
+
+    def _start_reading(self, copy: _Copy, record: Record, urgent: bool) -> None:
+        """Take memory in which the record can lie as it did where it came from."""
+        remainder = (record.address_remainder - copy.host_bytes) % record.alignment
+        if copy.pooled:  # the pool's memory begins at a page, as that of the tensor did
+            landing = self._device.pool.empty_bytes(copy.nbytes + remainder)
+        else:
+            landing = torch.empty(copy.nbytes + record.alignment, dtype=torch.uint8)
         address = landing.data_ptr()
-        self._offset = (record.address_remainder - address) % record.alignment
-        self._landing, self._device, self._label = landing, device, copy.label
-        self._transfer = device.storage.get(
-            record, address + self._offset, owner=landing, urgent=urgent
+        self._landing, self._offset = landing, (remainder - address) % record.alignment
+        self._transfer = self._device.storage.get(
+            record, address + self._offset + copy.host_bytes, owner=landing, urgent=urgent
         )
 
     def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        if self._transfer is None:
+            return self._landing.untyped_storage(), 0, 0
         waited = self._device.storage.wait(self._transfer, what=f"{self._label} to come back")
         self._device.log_transfer(self._transfer, Tier.STORAGE)
         return self._landing.untyped_storage(), self._offset, waited
-
-
-class _HostCopy(Copy):
-    tier = Tier.HOST
-
-    def __init__(self, device: "CpuDevice", source: torch.Tensor, label: str) -> None:
-        start_ns = time.perf_counter_ns()
-        self.nbytes = source.nbytes
-        self.data: torch.Tensor | None = source.clone()
-        self.label = label
-        self._device = device
-        device.log_copy(label, self.nbytes, Direction.OUT, start_ns)
-
-    def wait_out(self) -> int:
-        return 0
-
-    def drop(self) -> None:
-        if self.data is not None:
-            self.data = None
-            self._device.host_bytes -= self.nbytes
-
-
-class _HostArrival(Arrival):
-    def __init__(self, copy: _HostCopy, device: "CpuDevice") -> None:
-        assert copy.data is not None, f"{copy.label}: its host copy has been dropped"
-        start_ns = time.perf_counter_ns()
-        self._landing = copy.data.clone()
-        device.log_copy(copy.label, copy.nbytes, Direction.BACK, start_ns)
-
-    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
-        return self._landing.untyped_storage(), 0, 0
 
 
 class CpuDevice(Device):
@@ -243,19 +249,17 @@ class CpuDevice(Device):
         assert isinstance(end, int)
         return end - start
 
-    def start_out(self, tensor: torch.Tensor, tier: Tier, label: str) -> Copy:
+    def start_out(
+        self, tensor: torch.Tensor, tier: Tier, label: str, *, host_bytes: int = 0
+    ) -> Copy:
         storage = tensor.untyped_storage()
-        if tier is Tier.HOST:
-            return self._copy_to_host(storage, label)
-        address = storage.data_ptr()
-        record = self.storage.put(address, storage.nbytes(), owner=storage, label=label)
-        return _StorageCopy(self, record, label, pooled=self.pool.owns(address))
+        source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+        first = storage.nbytes() if tier is Tier.HOST else host_bytes
+        return _Copy(self, source, label, host_bytes=first)
 
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
-        if isinstance(copy, _HostCopy):
-            return _HostArrival(copy, self)
-        assert isinstance(copy, _StorageCopy)
-        return _StorageArrival(copy, self, urgent=urgent)
+        assert isinstance(copy, _Copy), f"{copy} was not made by this device"
+        return _Arrival(copy, self, urgent=urgent)
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self.pool.empty_strided(size, stride, dtype)
@@ -291,12 +295,16 @@ class CpuDevice(Device):
             )
         )
 
-    def log_copy(self, label: str, nbytes: int, direction: Direction, start_ns: int) -> None:
-        """Remember a copy within memory that has just finished."""
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, label: str, direction: Direction
+    ) -> None:
+        """Copy between device and host tier, which takes the computing thread, and remember it."""
+        start_ns = time.perf_counter_ns()
+        target.copy_(source)
         self._transfers.append(
             TransferRecord(
                 tensor=label,
-                nbytes=nbytes,
+                nbytes=source.nbytes,
                 direction=direction,
                 tier=Tier.HOST,
                 store="",
@@ -305,17 +313,19 @@ class CpuDevice(Device):
             )
         )
 
-    def _copy_to_host(self, storage: torch.UntypedStorage, label: str) -> Copy:
-        nbytes = storage.nbytes()
+    def host_memory(self, nbytes: int, label: str) -> torch.Tensor | None:
+        """Memory of the host tier, None for no bytes.
+
+        Raises:
+            StorageFullError: the tier has not so much left.
+        """
         if self.host_bytes + nbytes > self.host_budget_bytes:
             raise StorageFullError(
                 f"{label}: the host tier has {format_nbytes(self.host_budget_bytes)}, of which "
                 f"{format_nbytes(self.host_bytes)} are taken; {format_nbytes(nbytes)} do not fit; "
                 "raise host_budget"
             )
-        self.host_bytes += nbytes
-        source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
-        return _HostCopy(self, source, label)
+        return torch.empty(nbytes, dtype=torch.uint8) if nbytes else None
 
 
 def _put_heap_on_huge_pages() -> None:

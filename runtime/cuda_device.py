@@ -18,19 +18,29 @@ from functools import partial
 
 import torch
 
-from teraplan.errors import FallbackRefusedError
+from teraplan.errors import FallbackRefusedError, StorageFullError
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import Direction, TransferRecord
+from teraplan.runtime.cuda_copies import (
+    DirectArrival,
+    DirectCopy,
+    HostArrival,
+    HostCopy,
+    SplitArrival,
+    SplitCopy,
+    StagedArrival,
+    StagedCopy,
+    aligned_landing,
+)
 from teraplan.runtime.cuda_log import DeviceLog, Trip
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event
 from teraplan.runtime.device import Arrival, Copy, Device
 from teraplan.runtime.event_waiter import EventWaiter
-from teraplan.runtime.host_tier import HostTier, InHost, Landing
+from teraplan.runtime.host_tier import HostTier
 from teraplan.runtime.links import host_link, storage_link
 from teraplan.runtime.pinned_pool import PinnedPool, wait_until
-from teraplan.runtime.staged import Incoming, Outgoing
 from teraplan.runtime.staging import LEAST_BYTES, Staging
-from teraplan.runtime.storage import Record, Storage, StoreInfo
+from teraplan.runtime.storage import Storage, StoreInfo
 from teraplan.units import MIB
 
 log = logging.getLogger(__name__)
@@ -45,93 +55,6 @@ _STAGING_FRACTION = 0.25
 """Most of the host budget that staging takes, if there is that much."""
 _WORTH_EMPTYING_BYTES = 64 * MIB
 """Less cached memory than this is not worth stopping the device to give it back."""
-
-
-class _HostCopy(Copy):
-    tier = Tier.HOST
-
-    def __init__(self, host: HostTier, inner: InHost) -> None:
-        self.nbytes, self.inner, self.host = inner.nbytes, inner, host
-
-    def wait_out(self) -> int:
-        self.host.let_go(self.inner)
-        return 0
-
-    def drop(self) -> None:
-        self.host.drop(self.inner)
-
-
-class _HostArrival(Arrival):
-    def __init__(self, host: HostTier, landing: Landing) -> None:
-        self._host, self._landing = host, landing
-
-    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
-        return self._host.take(self._landing).untyped_storage(), 0, 0
-
-
-class _StagedCopy(Copy):
-    tier = Tier.STORAGE
-
-    def __init__(self, staging: Staging, outgoing: Outgoing) -> None:
-        self.nbytes, self.outgoing, self.staging = outgoing.nbytes, outgoing, staging
-
-    def wait_out(self) -> int:
-        return self.staging.wait_out(self.outgoing)
-
-    def drop(self) -> None:
-        self.staging.drop(self.outgoing)
-
-
-class _StagedArrival(Arrival):
-    def __init__(self, staging: Staging, incoming: Incoming) -> None:
-        self._staging, self._incoming = staging, incoming
-
-    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
-        memory, waited_ns = self._staging.wait_back(self._incoming)
-        return memory.untyped_storage(), 0, waited_ns
-
-
-class _DirectCopy(Copy):
-    """GDS: storage reads the tensor's own memory, so it may be freed only after the write."""
-
-    tier = Tier.STORAGE
-
-    def __init__(self, device: "CudaDevice", record: Record, label: str) -> None:
-        self.nbytes, self.record, self.label = record.nbytes, record, label
-        self._storage = device.storage
-
-    def wait_out(self) -> int:
-        return self._storage.wait(self.record.write, what=f"{self.label} to leave")
-
-    def drop(self) -> None:
-        self._storage.drop(self.record)
-
-
-class _DirectArrival(Arrival):
-    def __init__(self, device: "CudaDevice", copy: _DirectCopy, *, urgent: bool) -> None:
-        cuda, record = device.cuda, copy.record
-        self._cuda, self._home = cuda, cuda.current_stream()
-        self._landing = cuda.empty(record.nbytes + record.alignment)
-        allocated = cuda.record(self._home)
-        address = self._landing.data_ptr()
-        self._offset = (record.address_remainder - address) % record.alignment
-        self._storage, self._label = device.storage, copy.label
-        self._transfer = device.storage.get(
-            record,
-            address + self._offset,
-            owner=self._landing,
-            urgent=urgent,
-            after=partial(device.enter_worker, allocated),
-        )
-        device.note_direct(self._label, record.nbytes, Direction.BACK).transfers.append(
-            self._transfer
-        )
-
-    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
-        waited_ns = self._storage.wait(self._transfer, what=f"{self._label} to come back")
-        if self._cuda.current_stream() != self._home:
-            self._cuda.used_by(self._landing, self._cuda.current_stream())
-        return self._landing.untyped_storage(), self._offset, waited_ns
 
 
 class CudaDevice(Device):
@@ -258,14 +181,31 @@ class CudaDevice(Device):
 
     # -- transfers -----------------------------------------------------------------------------
 
-    def start_out(self, tensor: torch.Tensor, tier: Tier, label: str) -> Copy:
+    def start_out(
+        self, tensor: torch.Tensor, tier: Tier, label: str, *, host_bytes: int = 0
+    ) -> Copy:
         source = self.cuda.bytes_of(tensor.untyped_storage())
         if tier is Tier.HOST:
-            copy = _HostCopy(self._host, self._host.send(source, label))
-            self._refuse_pageable()
-            return copy
+            return self._to_host(source, label)
+        if not host_bytes:
+            return self._to_storage(source, label)
+        # Storage first: it is the slower one, and has to wait for its first piece alone.
+        rest = self._to_storage(source.narrow(0, host_bytes, source.nbytes - host_bytes), label)
+        try:
+            first = self._to_host(source.narrow(0, 0, host_bytes), label)
+        except (StorageFullError, FallbackRefusedError):
+            rest.drop()
+            raise
+        return SplitCopy(first, rest)
+
+    def _to_host(self, source: torch.Tensor, label: str) -> HostCopy:
+        copy = HostCopy(self._host, self._host.send(source, label))
+        self._refuse_pageable()
+        return copy
+
+    def _to_storage(self, source: torch.Tensor, label: str) -> StagedCopy | DirectCopy:
         if self.staging is not None:
-            return _StagedCopy(self.staging, self.staging.send(source, label))
+            return StagedCopy(self.staging, self.staging.send(source, label))
         ready = self.cuda.record(self.cuda.current_stream())
         record = self.storage.put(
             source.data_ptr(),
@@ -275,15 +215,34 @@ class CudaDevice(Device):
             after=partial(self.enter_worker, ready),
         )
         self.note_direct(label, source.nbytes, Direction.OUT).transfers.append(record.write)
-        return _DirectCopy(self, record, label)
+        return DirectCopy(self, record, label)
 
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
-        if isinstance(copy, _HostCopy):
-            return _HostArrival(self._host, self._host.fetch(copy.inner))
-        if isinstance(copy, _StagedCopy):
-            return _StagedArrival(copy.staging, copy.staging.fetch(copy.outgoing, urgent=urgent))
-        assert isinstance(copy, _DirectCopy), f"{copy} was not made by this device"
-        return _DirectArrival(self, copy, urgent=urgent)
+        if isinstance(copy, HostCopy):
+            return HostArrival(self._host, self._host.fetch(copy.inner))
+        if isinstance(copy, StagedCopy):
+            return StagedArrival(copy.staging, copy.staging.fetch(copy.outgoing, urgent=urgent))
+        if isinstance(copy, SplitCopy):
+            return self._both_back(copy, urgent)
+        assert isinstance(copy, DirectCopy), f"{copy} was not made by this device"
+        return DirectArrival(self, copy, urgent=urgent)
+
+    def _both_back(self, copy: SplitCopy, urgent: bool) -> Arrival:
+        """Take memory for a tensor in two tiers, and start both parts into it."""
+        first, rest = copy.first, copy.rest
+        split: Arrival
+        if isinstance(rest, DirectCopy):
+            landing, offset = aligned_landing(self.cuda, rest.record, first.nbytes)
+            place = (landing, offset + first.nbytes)
+            split = DirectArrival(self, rest, urgent=urgent, into=place)
+        else:
+            landing, offset = self.cuda.empty(copy.nbytes), 0
+            behind = landing.narrow(0, first.nbytes, rest.nbytes)
+            incoming = rest.staging.fetch(rest.outgoing, urgent=urgent, into=behind)
+            split = StagedArrival(rest.staging, incoming)
+        before = landing.narrow(0, offset, first.nbytes)
+        arrival = HostArrival(self._host, self._host.fetch(first.inner, into=before))
+        return SplitArrival(landing, offset, split, arrival)
 
     def enter_worker(self, event: Event) -> None:
         """In a thread of storage: its own stream for what it computes there, then wait."""

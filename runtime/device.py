@@ -164,8 +164,13 @@ class Device(ABC):
         """Time of the computation between two marks; may wait for the device."""
 
     @abstractmethod
-    def start_out(self, tensor: torch.Tensor, tier: Tier, label: str) -> Copy:
+    def start_out(
+        self, tensor: torch.Tensor, tier: Tier, label: str, *, host_bytes: int = 0
+    ) -> Copy:
         """Start copying all bytes of `tensor`'s storage to `tier`; keeps them alive meanwhile.
+
+        With `host_bytes`, which is less than all, so many of its first bytes go to the host tier
+        and the rest to storage, both at the same time; it is one copy all the same.
 
         Raises:
             StorageFullError: there is no room; nothing has happened. A device that stages bytes in

@@ -341,7 +341,8 @@ class Engine:
             return
         actions = schedule.actions(site)
         for migration in actions.leave:
-            mover.start_leaving(self._of_step[migration.tensor_id], migration.tier)
+            saved = self._of_step[migration.tensor_id]
+            mover.start_leaving(saved, migration.tier, migration.host_bytes)
         if schedule.moves_state and self._state_sites is not None:
             self._state_sites.act(schedule, site)
         for order in actions.gone:

@@ -102,12 +102,12 @@ class HostTier:
             self._log.order(copy.label, copy.home, (copy.left,))
             self._cuda.used_by(source, copy.home)
 
-    def fetch(self, copy: InHost) -> Landing:
-        """Take device memory and start copying a tensor into it."""
+    def fetch(self, copy: InHost, into: torch.Tensor | None = None) -> Landing:
+        """Take device memory, unless it is given, and start copying a tensor into it."""
         cuda, lease = self._cuda, copy.lease
         assert lease is not None, f"{copy.label} was dropped and cannot come back"
         home = cuda.current_stream()
-        memory = cuda.empty(copy.nbytes)
+        memory = cuda.empty(copy.nbytes) if into is None else into
         landing = Landing(cuda, copy.label, memory, home)
         cuda.wait(self._back, cuda.record(home))
         cuda.wait(self._back, copy.left)

@@ -61,14 +61,18 @@ class Mover:
         self._resident.clear()
         self.managed_bytes = 0
 
-    def start_leaving(self, saved: Saved, tier: Tier) -> None:
-        """Start copying `saved` to `tier`, or to the other one if that has no room."""
+    def start_leaving(self, saved: Saved, tier: Tier, host_bytes: int = 0) -> None:
+        """Start copying `saved` to `tier`, or to the other one if that has no room.
+
+        With `host_bytes`, so many of its bytes go to the host and the rest to storage, if there is
+        room for both parts.
+        """
         if saved.tensor is None or saved.copy is not None or saved.tokens == 0:
             return
         if saved.modified or id(saved) not in self._resident:
             return
         other = Tier.STORAGE if tier is Tier.HOST else Tier.HOST
-        saved.copy = self._start_out(saved, tier, other)
+        saved.copy = self._start_out(saved, tier, other, host_bytes=host_bytes)
 
     def finish_leaving(self, saved: Saved) -> None:
         """Wait until `saved` has left, and free its memory."""
@@ -131,12 +135,15 @@ class Mover:
                 victim.copy = self._start_out(victim, Tier.STORAGE, Tier.HOST)
             self.finish_leaving(victim)
 
-    def _start_out(self, saved: Saved, *tiers: Tier) -> Copy | None:
+    def _start_out(self, saved: Saved, *tiers: Tier, host_bytes: int = 0) -> Copy | None:
         """Start copying `saved` to the first of the tiers that has room; None if none has."""
         assert saved.tensor is not None
-        for tier in tiers:
+        ways = [(tier, 0) for tier in tiers]
+        if 0 < host_bytes < saved.nbytes:
+            ways.insert(0, (Tier.STORAGE, host_bytes))
+        for tier, part_bytes in ways:
             try:
-                return self._device.start_out(saved.tensor, tier, saved.name)
+                return self._device.start_out(saved.tensor, tier, saved.name, host_bytes=part_bytes)
             except StorageError as error:
                 self.faults.append(_bare(error))
         return None

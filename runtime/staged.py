@@ -97,16 +97,22 @@ class Outgoing:
 
 
 class Incoming:
-    """A tensor on its way back. Takes device memory when it is made."""
+    """A tensor on its way back. Takes device memory when it is made, unless it is given."""
 
     def __init__(
-        self, cuda: CudaRuntime, log: DeviceLog, outgoing: Outgoing, *, urgent: bool
+        self,
+        cuda: CudaRuntime,
+        log: DeviceLog,
+        outgoing: Outgoing,
+        *,
+        urgent: bool,
+        into: torch.Tensor | None,
     ) -> None:
         self.events: list[Event] = []
         """After each copy to the landing that is queued."""
         self.label, self.outgoing, self.urgent = outgoing.label, outgoing, urgent
         self.home = cuda.current_stream()
-        self.landing: torch.Tensor | None = cuda.empty(outgoing.nbytes)
+        self.landing: torch.Tensor | None = cuda.empty(outgoing.nbytes) if into is None else into
         self.allocated = cuda.record(self.home)
         """Before this, earlier work may still use the landing's memory."""
         self.waiting = deque(outgoing.pieces)

@@ -100,9 +100,11 @@ class Staging:
             self._wake()  # a slot may have come back before it was in line
         return outgoing
 
-    def fetch(self, outgoing: Outgoing, *, urgent: bool) -> Incoming:
-        """Take device memory for a tensor that has left, and start bringing it back."""
-        incoming = Incoming(self._cuda, self._log, outgoing, urgent=urgent)
+    def fetch(
+        self, outgoing: Outgoing, *, urgent: bool, into: torch.Tensor | None = None
+    ) -> Incoming:
+        """Take device memory for a tensor that has left, unless given; start bringing it back."""
+        incoming = Incoming(self._cuda, self._log, outgoing, urgent=urgent, into=into)
         if (self._stuck_back and not urgent) or not self._begin(incoming):
             self._get_in_line(incoming)
         return incoming

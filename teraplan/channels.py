@@ -177,6 +177,14 @@ class Channels:
             self._next_end()
         return end[number]
 
+    def finish_both(self, first: int, second: int, now: float) -> float:
+        """When the later of two transfers ends; both go to the front of their queues."""
+        self._advance(now)
+        for number in (first, second):
+            if self.end[number] < 0.0:
+                self._hurry(number)
+        return max(self.finish(first, now), self.finish(second, now))
+
     def _hurry(self, number: int) -> None:
         """Puts a transfer to the front of its queue, and first what it waits for."""
         if self.start[number] >= 0.0:

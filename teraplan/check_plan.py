@@ -86,8 +86,16 @@ def _check_migrations(plan: Plan, view: DeviceView) -> Iterator[Violation]:
             yield wrong(ViolationKind.TENSOR, f"tensor {m.tensor_id} of {len(plan.trace.tensors)}")
             continue
         tensor = view.tensors[m.tensor_id]
-        if links.get(m.tier) is None:
-            yield wrong(ViolationKind.TIER, f"{tensor.name} moves to {m.tier}, which is not there")
+        for tier in {m.tier, Tier.HOST if m.host_bytes else m.tier}:
+            if links.get(tier) is None:
+                message = f"{tensor.name} moves to {tier}, which is not there"
+                yield wrong(ViolationKind.TIER, message)
+        if m.host_bytes and (m.tier is not Tier.STORAGE or not 0 < m.host_bytes < tensor.nbytes):
+            message = (
+                f"{tensor.name} of {tensor.nbytes} bytes has {m.host_bytes} in host memory and the "
+                f"rest in {m.tier}; a split is between host and storage, and both have a part"
+            )
+            yield wrong(ViolationKind.SPLIT, message)
         if not 0 <= m.leave <= m.gone < m.back <= m.needed:
             yield wrong(
                 ViolationKind.ORDER,
@@ -135,11 +143,11 @@ def _check_clean(plan: Plan, view: DeviceView) -> Iterator[Violation]:
 
     From the migration backwards: before each idle period is the window of the same number. If the
     tensor changed there, older copies are worthless; if a migration in the period before it wrote
-    to the tier, that is the copy. The periods of a persistent tensor go round. Where the host
-    updates a parameter, it has what the device has.
+    to the tier, that is the copy; where it was split, it was so at the same place. The periods of a
+    persistent tensor go round. Where the host updates a parameter, it has what the device has.
     """
     num_sites = len(plan.trace.sites)
-    writes: set[tuple[int, int, Tier]] = set()
+    writes: set[tuple[int, int, Tier, int]] = set()
     cleans: list[tuple[int, Migration, int]] = []
     for index, m in enumerate(plan.migrations):
         if m.leave == m.needed:
@@ -150,7 +158,7 @@ def _check_clean(plan: Plan, view: DeviceView) -> Iterator[Violation]:
         if m.clean:
             cleans.append((index, m, number))
         else:
-            writes.add((m.tensor_id, number, m.tier))
+            writes.add((m.tensor_id, number, m.tier, m.host_bytes))
     for index, m, number in cleans:
         tensor = view.tensors[m.tensor_id]
         changes = _changes(tensor)
@@ -162,10 +170,11 @@ def _check_clean(plan: Plan, view: DeviceView) -> Iterator[Violation]:
                 if not tensor.persistent:
                     break
                 before += len(tensor.windows)
-            found = (m.tensor_id, before, m.tier) in writes
+            found = (m.tensor_id, before, m.tier, m.host_bytes) in writes
         if found:
             continue
-        message = f"migration {index}: no earlier migration wrote {tensor.name} to {m.tier}"
+        place = f"host and {m.tier} in these parts" if m.host_bytes else m.tier
+        message = f"migration {index}: no earlier migration wrote {tensor.name} to {place}"
         if before in changes:
             message += f" since it changed in window {before}"
         yield Violation(kind=ViolationKind.CLEAN, message=message, migration=index)
@@ -223,6 +232,17 @@ def _managed(plan: Plan, view: DeviceView) -> list[int]:
     return _running(levels)
 
 
+def _uses(m: Migration, tier: Tier) -> bool:
+    return m.tier is tier or (m.host_bytes > 0 and tier is Tier.HOST)
+
+
+def _bytes_in(m: Migration, tier: Tier, nbytes: int) -> int:
+    """How many of the tensor's `nbytes` are in a tier that the migration uses."""
+    if m.host_bytes > 0:
+        return m.host_bytes if tier is Tier.HOST else nbytes - m.host_bytes
+    return nbytes
+
+
 def _occupied(plan: Plan, view: DeviceView, tier: Tier) -> list[int]:
     """Bytes in another tier in each interval; a copy stays while a clean migration relies on it.
 
@@ -232,25 +252,26 @@ def _occupied(plan: Plan, view: DeviceView, tier: Tier) -> list[int]:
     levels = [0] * num_sites
     if tier is Tier.HOST:
         _add(levels, 0, num_sites, view.host_bytes)
-    open_since: dict[int, tuple[int, int]] = {}
+    open_since: dict[int, tuple[int, int, int]] = {}
+    """From where to where the copy of a tensor is there, and its bytes."""
     first_round: set[int] = set()
     """Tensors whose open copy was written in the first round."""
     held = view.updated if tier is Tier.HOST else frozenset[int]()
     here = sorted(
-        (m for m in plan.migrations if m.tier is tier and m.tensor_id not in held),
+        (m for m in plan.migrations if _uses(m, tier) and m.tensor_id not in held),
         key=lambda m: m.leave,
     )
     for shift in (0, num_sites):
         for m in here:
             leave, needed = m.leave + shift, m.needed + shift
-            nbytes = plan.trace.tensors[m.tensor_id].nbytes
+            nbytes = _bytes_in(m, tier, plan.trace.tensors[m.tensor_id].nbytes)
             since = open_since.get(m.tensor_id)
             if m.clean and since is not None:
-                open_since[m.tensor_id] = (since[0], needed)
+                open_since[m.tensor_id] = (since[0], needed, since[2])
             elif not m.clean:
                 if since is not None and m.tensor_id in first_round:
-                    _add(levels, since[0], since[1], nbytes)
-                open_since[m.tensor_id] = (leave, needed)
+                    _add(levels, *since)
+                open_since[m.tensor_id] = (leave, needed, nbytes)
                 (first_round.discard if shift else first_round.add)(m.tensor_id)
     return _running(levels)
 
@@ -323,8 +344,8 @@ def _check_times(plan: Plan, kept: Plan, view: DeviceView) -> Iterator[Violation
         message = f"step_ns is {said.step_ns}, less than its lower bound, {said.bound_ns}"
         yield Violation(kind=ViolationKind.PREDICTION, message=message)
     for tier in Tier:
-        moved = [m for m in plan.migrations if m.tier is tier]
-        sizes = [plan.trace.tensors[m.tensor_id].nbytes for m in moved]
+        moved = [m for m in plan.migrations if _uses(m, tier)]
+        sizes = [_bytes_in(m, tier, plan.trace.tensors[m.tensor_id].nbytes) for m in moved]
         written = sum(n for m, n in zip(moved, sizes, strict=True) if not m.clean)
         gradients, parameters = view.traffic if tier is Tier.HOST else (0, 0)
         out, back = written + gradients, sum(sizes) + parameters

@@ -95,34 +95,35 @@ def tier_curve(
     tensor can be in the next step. With `spare_sites` it takes the space so many sooner and longer,
     but for no longer than a step.
     """
-    num_sites = len(trace.sites)
-    held: dict[int, list[tuple[int, int]]] = {}
+    num_sites, tensors = len(trace.sites), trace.tensors
+    held: dict[int, list[tuple[int, int, int]]] = {}
+    """For each tensor, where its copies begin and end, and their bytes."""
     early: dict[int, int] = {}
     """For each tensor, the end of clean migrations that come before any that writes."""
     for m in sorted(migrations, key=lambda m: (m.tensor_id, m.leave)):
-        if m.tier is not tier:
+        nbytes = dict(m.parts(tensors[m.tensor_id].nbytes)).get(tier)
+        if nbytes is None:
             continue
         ranges = held.setdefault(m.tensor_id, [])
         if not m.clean:
-            ranges.append((m.leave, m.needed))
+            ranges.append((m.leave, m.needed, nbytes))
         elif ranges:
-            ranges[-1] = (ranges[-1][0], m.needed)
+            ranges[-1] = (ranges[-1][0], m.needed, ranges[-1][2])
         else:
             early[m.tensor_id] = m.needed
     for tensor_id, end in early.items():
-        ranges = held[tensor_id] or [(end, end)]
-        ranges[-1] = (ranges[-1][0], end + num_sites)
-    tensors = trace.tensors
+        ranges = held[tensor_id] or [(end, end, 0)]
+        ranges[-1] = (ranges[-1][0], end + num_sites, ranges[-1][2])
     return sum_ranges(
         num_sites,
         (
             (
                 start - spare_sites,
                 min(end + spare_sites, start - spare_sites + num_sites),
-                tensors[tensor_id].nbytes,
+                nbytes,
             )
-            for tensor_id, ranges in held.items()
-            for start, end in ranges
+            for ranges in held.values()
+            for start, end, nbytes in ranges
             if end > start
         ),
     )

@@ -12,6 +12,14 @@ starts. At site `needed` the runtime waits until it has finished. So the memory 
 follows from the plan alone, however fast the links turn out to be; only waiting time does not.
 Sites number_of_sites and beyond lie in the following step. A tensor that is computed again needs no
 link: it is dropped when it has been saved, and made where it is needed (see `recomputed_step`).
+
+A migration to storage may have its first bytes in host memory instead, so that both links carry one
+tensor at the same time:
+
+    tensor    [==== host_bytes ====|============ the rest ============]
+                  host memory                   storage
+
+Both parts start at `leave` and at `back`; `gone` and `needed` wait for the later one.
 """
 
 from dataclasses import dataclass, field
@@ -31,11 +39,20 @@ class Migration:
     back: int
     needed: int
     tier: Tier
+    host_bytes: int = 0
+    """Where `tier` is storage: so many of the tensor's first bytes go to host memory at the same
+    time, and only the rest to storage."""
     clean: bool = False
-    """The tier already holds these bytes: nothing is written. Where an earlier migration of the
+    """The tiers already hold these bytes: nothing is written. Where an earlier migration of the
     step before wrote them, the first step under a plan has to write them after all."""
     reason: str = ""
     """Why the planner chose it, for people."""
+
+    def parts(self, nbytes: int) -> tuple[tuple[Tier, int], ...]:
+        """Tier and bytes of each part of a tensor of `nbytes`, from its first byte on."""
+        if not self.host_bytes:
+            return ((self.tier, nbytes),)
+        return ((Tier.HOST, self.host_bytes), (self.tier, nbytes - self.host_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 A plan file stands alone: it holds the trace and the machine that the plan was made for. The part
 that people read and edit is `migrations`, one line each, with the tensor's name:
 
-    {"back": 90, "clean": false, "gone": 12, "leave": 7, "needed": 95, "reason": "idle 1.20 s",
-     "tensor": "g0.c0/gelu_3", "tier": "storage"}
+    {"back": 90, "clean": false, "gone": 12, "host_bytes": 0, "leave": 7, "needed": 95,
+     "reason": "idle 1.20 s", "tensor": "g0.c0/gelu_3", "tier": "storage"}
 
 and `recomputed`, which names the tensors that are computed again. After an edit,
 `teraplan.check_plan` says whether it still holds.
@@ -28,8 +28,9 @@ SCHEMA = "teraplan.plan"
 #   lacks is null, 0 and not known.
 # 3 (2026-11): `host_updates`, `hardware.host_cores`, `recomputed`, version 3 of traces; before, all
 #   updates were on the device, and nothing was computed again.
-SCHEMA_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+# 4 (2026-11): `host_bytes` of migrations; before, each tensor went to one tier as a whole.
+SCHEMA_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 PLAN_FIELDS = (
     "policy",
@@ -42,7 +43,17 @@ PLAN_FIELDS = (
     "prediction",
 )
 _RECOMPUTATION_FIELDS = ("tensor", "reason")
-_MIGRATION_FIELDS = ("tensor", "leave", "gone", "back", "needed", "tier", "clean", "reason")
+_MIGRATION_FIELDS = (
+    "tensor",
+    "leave",
+    "gone",
+    "back",
+    "needed",
+    "tier",
+    "host_bytes",
+    "clean",
+    "reason",
+)
 _BUDGET_FIELDS = ("device_bytes", "host_bytes", "storage_bytes")
 _HARDWARE_FIELDS = (
     "device",
@@ -124,6 +135,7 @@ def encode_plan(plan: Plan) -> dict[str, object]:
                 "back": m.back,
                 "needed": m.needed,
                 "tier": m.tier.value,
+                "host_bytes": m.host_bytes,
                 "clean": m.clean,
                 "reason": m.reason,
             }
@@ -159,7 +171,7 @@ def decode_plan(node: Node) -> Plan:
         hardware=decode_hardware(node.get("hardware")),
         trace=trace,
         migrations=tuple(
-            _decode_migration(item, ids, limit) for item in node.get("migrations").items()
+            _decode_migration(item, trace, ids, limit) for item in node.get("migrations").items()
         ),
         prediction=_decode_prediction(node.get("prediction"), ids),
         host_updates=tuple(
@@ -268,15 +280,30 @@ def _decode_tensor(node: Node, ids: dict[str, int]) -> int:
     return ids[node.text()]
 
 
-def _decode_migration(node: Node, ids: dict[str, int], limit: int) -> Migration:
+def _decode_host_bytes(node: Node, tier: Tier, nbytes: int) -> int:
+    """The part of a tensor of `nbytes` that goes to host memory beside storage."""
+    if not node.has("host_bytes"):
+        return 0
+    host_bytes = node.get("host_bytes").integer(max(nbytes - 1, 0))
+    if host_bytes and tier is not Tier.STORAGE:
+        raise node.get("host_bytes").fail(
+            f'is {host_bytes} beside the tier "{tier}"; a tensor is split between host and storage,'
+            ' and its tier is then "storage"'
+        )
+    return host_bytes
+
+
+def _decode_migration(node: Node, trace: StepTrace, ids: dict[str, int], limit: int) -> Migration:
     node.only(_MIGRATION_FIELDS)
+    tensor_id, tier = _decode_tensor(node.get("tensor"), ids), _decode_tier(node.get("tier"))
     return Migration(
-        tensor_id=_decode_tensor(node.get("tensor"), ids),
+        tensor_id=tensor_id,
         leave=node.get("leave").integer(limit),
         gone=node.get("gone").integer(limit),
         back=node.get("back").integer(limit),
         needed=node.get("needed").integer(limit),
-        tier=_decode_tier(node.get("tier")),
+        tier=tier,
+        host_bytes=_decode_host_bytes(node, tier, trace.tensors[tensor_id].nbytes),
         clean=node.get("clean").flag(),
         reason=node.get("reason").text(),
     )

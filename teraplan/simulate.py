@@ -81,9 +81,9 @@ def describe(
     out_bytes: dict[Tier, int] = {}
     back_bytes: dict[Tier, int] = {}
     for m in migrations:
-        nbytes = tensors[m.tensor_id].nbytes
-        out_bytes[m.tier] = out_bytes.get(m.tier, 0) + (0 if m.clean else nbytes)
-        back_bytes[m.tier] = back_bytes.get(m.tier, 0) + nbytes
+        for tier, nbytes in m.parts(tensors[m.tensor_id].nbytes):
+            out_bytes[tier] = out_bytes.get(tier, 0) + (0 if m.clean else nbytes)
+            back_bytes[tier] = back_bytes.get(tier, 0) + nbytes
     for w in placed.work:
         out_bytes[Tier.HOST] = out_bytes.get(Tier.HOST, 0) + w.gradient_bytes
         back_bytes[Tier.HOST] = back_bytes.get(Tier.HOST, 0) + w.parameter_bytes

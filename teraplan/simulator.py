@@ -9,6 +9,9 @@ this order, as the runtime does it:
     3. copies in of tensors with `back` here are queued; their bytes are taken from now on
     4. the computation waits for copies in with `needed` here
 
+A tensor that is split between two tiers is a copy over each link, both queued at the same site; the
+computation waits for both.
+
 An update on the host (`HostUpdate`) is a copy out of its gradients, then work of the host's cores,
 which are one more queue, then a copy in of its parameters; each follows the one before. The work is
 queued no sooner than the step is at the site where it may begin, between 1 and 2.
@@ -124,9 +127,10 @@ class Simulator:
             ConfigError: if a migration goes over a link that the machine does not have.
         """
         for m in migrations:
-            if m.tier not in self.links:
+            tier = Tier.HOST if m.host_bytes and m.tier in self.links else m.tier
+            if tier not in self.links:
                 name = self.trace.tensors[m.tensor_id].name
-                raise ConfigError(f"{name} moves to {m.tier}, but the hardware has no such link")
+                raise ConfigError(f"{name} moves to {tier}, but the hardware has no such link")
         run = _Run(self, migrations)
         run.to_the_end()
         return run.timing(with_transfers)
@@ -152,11 +156,13 @@ class _Run:
         rows = [(m.leave, m.gone, m.back, m.needed, m.clean, 0) for m in migrations]
         rows += [(w.flush, w.gone, w.back, w.needed, False, w.ready) for w in owner.work]
         self._columns = np.array(rows, dtype=np.int64).reshape(-1, 6)
+        self._parts = [m.parts(owner.nbytes(m.tensor_id)) for m in migrations]
         wraps = bool((self._columns[:, :4] >= self._num_sites).any())
         self._num_steps = 2 if wraps else 1
         self._channels = Channels(owner.links, owner.port, owner.cores)
         self._numbers: dict[tuple[int, int], int] = {}
-        """Numbers of transfers by (migration of an unrolled step, direction as 0 or 1)."""
+        """Numbers of transfers by (migration of an unrolled step, direction as 0 or 1); where a
+        tensor is split, that of its second part is the next."""
         self._runs: dict[int, int] = {}
         """Numbers of what the host's cores do, by update of an unrolled step."""
         self._waits: list[tuple[int, int, int, float, float]] = []
@@ -168,10 +174,15 @@ class _Run:
         channels, numbers, site_ns = self._channels, self._numbers, self._owner.times
         slots = slots_of(self._owner.links)
         moved = [
-            ((slots[m.tier, Direction.OUT], nbytes), (slots[m.tier, Direction.BACK], nbytes))
-            for m in self._migrations
-            for nbytes in (self._owner.nbytes(m.tensor_id),)
+            ((slots[tier, Direction.OUT], nbytes), (slots[tier, Direction.BACK], nbytes))
+            for parts in self._parts
+            for tier, nbytes in parts[:1]
         ]
+        second = {
+            index: ((slots[tier, Direction.OUT], nbytes), (slots[tier, Direction.BACK], nbytes))
+            for index, parts in enumerate(self._parts)
+            for tier, nbytes in parts[1:]
+        }
         moved += [
             (
                 (slots[Tier.HOST, Direction.OUT], w.gradient_bytes),
@@ -193,8 +204,14 @@ class _Run:
                 slot, nbytes = moved[key % count][side]
                 after = self._runs.get(key, NOTHING) if side else NOTHING
                 numbers[key, side] = channels.submit(slot, nbytes, now, after)
+                if key % count in second:
+                    channels.submit(*second[key % count][side], now)
                 continue
-            done = channels.finish(numbers[key, side], now)
+            number = numbers[key, side]
+            if key % count in second:
+                done = channels.finish_both(number, number + 1, now)
+            else:
+                done = channels.finish(number, now)
             if done > now:
                 self._waits.append((site, key % count, side, now, done))
                 delay = done - site_ns[site]
@@ -287,13 +304,14 @@ class _Run:
         channels = self._channels
         count, last = len(self._columns), self._num_steps - 1
         found: list[tuple[float, Tier, Direction, int, int]] = []
-        for (key, side), number in self._numbers.items():
-            if begin <= channels.start[number] < end:
-                direction = Direction.BACK if side else Direction.OUT
-                index = key % count
-                hosted = index >= len(self._migrations)
-                tier = Tier.HOST if hosted else self._migrations[index].tier
-                found.append((channels.start[number], tier, direction, key, number))
+        for (key, side), first in self._numbers.items():
+            index = key % count
+            hosted = index >= len(self._migrations)
+            tiers = [Tier.HOST] if hosted else [tier for tier, _ in self._parts[index]]
+            direction = Direction.BACK if side else Direction.OUT
+            for number, tier in enumerate(tiers, first):
+                if begin <= channels.start[number] < end:
+                    found.append((channels.start[number], tier, direction, key, number))
         return tuple(
             Transfer(
                 migration=key % count,

@@ -23,6 +23,8 @@ class ViolationKind(StrEnum):
     """An update on the host that cannot run there, or moves its tensors at the wrong sites."""
     TIER = "tier"
     """The machine has no such tier, or it is the device."""
+    SPLIT = "split"
+    """A tensor that is split otherwise than between host and storage, or not into two parts."""
     DEVICE_BUDGET = "device_budget"
     HOST_BUDGET = "host_budget"
     STORAGE_BUDGET = "storage_budget"

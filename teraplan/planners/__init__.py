@@ -141,7 +141,9 @@ def _bound_ns(problem: Problem, tight: bool) -> int:
 def _remade(candidate: Plan, plan: Plan) -> Plan | None:
     """The candidate's migrations in the place of those of `plan`, None if they do not hold."""
     links = {Tier.HOST: plan.hardware.host_link, Tier.STORAGE: plan.hardware.storage_link}
-    if candidate.trace != plan.trace or any(links[m.tier] is None for m in candidate.migrations):
+    used = {m.tier for m in candidate.migrations}
+    used |= {Tier.HOST for m in candidate.migrations if m.host_bytes}
+    if candidate.trace != plan.trace or any(links[tier] is None for tier in used):
         return None
     if candidate.host_updates and (plan.hardware.host_cores is None or links[Tier.HOST] is None):
         return None

@@ -19,7 +19,11 @@ from teraplan.placed_step import HostWork
 from teraplan.plan import Migration
 from teraplan.simulator import Simulator
 from teraplan.step_trace import StepTrace
-from teraplan.units import format_nbytes
+from teraplan.units import MIB, format_nbytes
+
+PAGE_BYTES = 4096
+LEAST_PART_BYTES = 4 * MIB
+"""A tensor is split into parts of at least so many bytes: of smaller ones most is latency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,6 +54,8 @@ class Problem:
     """What the host does beside, over the same link."""
     may_be_hosted: tuple[int, ...] = ()
     """Numbers of updates that may run on the host."""
+    pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Bytes of the tensors of which one that is listed here consists (`coarse`)."""
     spare_sites: int = 0
     """By how many sites a tensor takes space in another tier before and after its idle period."""
 
@@ -92,6 +98,20 @@ class Problem:
         """Bytes over the limit per interval, at most what can be elsewhere there."""
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         return np.clip(self.device - limit, 0, self.idle)
+
+    def cut(self, tensor_id: int, host_bytes: int) -> int:
+        """The most bytes, up to `host_bytes`, of which a tensor can have its first in host memory.
+
+        None or all of it; else a whole number of pages, and neither part is small.
+        """
+        before = 0
+        for nbytes in self.pieces.get(tensor_id, (self.trace.tensors[tensor_id].nbytes,)):
+            if before + nbytes > host_bytes:
+                part = (host_bytes - before) // PAGE_BYTES * PAGE_BYTES
+                part = min(part, (nbytes - LEAST_PART_BYTES) // PAGE_BYTES * PAGE_BYTES)
+                return before + part if part >= LEAST_PART_BYTES else before
+            before += nbytes
+        return before
 
     def tier_span(self, row: int) -> tuple[int, int]:
         """From where to where a tensor takes space in another tier in the idle period `row`.
@@ -142,8 +162,9 @@ def no_placement(problem: Problem) -> InfeasibleBudgetError:
     need = int(problem.pressure().max(initial=0))
     return InfeasibleBudgetError(
         f"found no plan that keeps {format_nbytes(need)} in {_rooms(problem)}: tensors are moved "
-        "whole, and these do not fit together. Raise host_bytes, storage_bytes or the device "
-        f"budget (its least is {format_nbytes(problem.least.nbytes)} with enough storage)",
+        "whole, or in two parts that are not small, and these do not fit together. Raise "
+        "host_bytes, storage_bytes or the device budget (its least is "
+        f"{format_nbytes(problem.least.nbytes)} with enough storage)",
         least_budget_bytes=problem.least.nbytes,
     )
 

@@ -27,7 +27,7 @@ def plan_on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
     """
     periods, pressure = problem.lifetimes, problem.pressure()
     rows = choose(periods, pressure, order(periods, pressure))
-    moves = None if rows is None else assign(problem, rows, Spread.SLOW_FIRST)
+    moves = None if rows is None else assign(problem, rows, Spread.SLOW_FIRST, may_split=False)
     if moves is None:
         raise no_placement(problem)
     pressed = np.flatnonzero(np.tile(pressure > 0, 2))

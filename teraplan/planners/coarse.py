@@ -15,11 +15,13 @@ finer.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
+from teraplan.hardware import Tier
 from teraplan.lifetimes import Floats, Ints
 from teraplan.memory_curve import device_curve
 from teraplan.placed_step import HostWork
@@ -56,7 +58,7 @@ class Coarse:
         for m in migrations:
             # a period is told by the slot at which the tensor is touched again
             needed = m.needed % num_slots
-            for tensor_id in self.members[m.tensor_id]:
+            for tensor_id, tier, host_bytes in self._parts(m):
                 if tensor_id not in periods:
                     periods[tensor_id] = _periods_by_end(
                         self.fine.tensors[tensor_id], cuts, num_sites
@@ -64,9 +66,33 @@ class Coarse:
                 start, end = periods[tensor_id][needed]
                 gone, back = site(m.gone), site(m.back)
                 result.append(
-                    replace(m, tensor_id=tensor_id, leave=start, gone=gone, back=back, needed=end)
+                    replace(
+                        m,
+                        tensor_id=tensor_id,
+                        leave=start,
+                        gone=gone,
+                        back=back,
+                        needed=end,
+                        tier=tier,
+                        host_bytes=host_bytes,
+                    )
                 )
         return tuple(sorted(result, key=lambda m: (m.leave, m.needed, m.tensor_id)))
+
+    def _parts(self, m: Migration) -> Iterator[tuple[int, Tier, int]]:
+        """Each member of a group with its tier and its bytes in host memory beside.
+
+        Of a group that is split, the first members are in host memory, and one may be split.
+        """
+        left = m.host_bytes
+        for tensor_id in self.members[m.tensor_id]:
+            nbytes = self.fine.tensors[tensor_id].nbytes
+            if left == 0 or left < nbytes:
+                yield tensor_id, m.tier, left
+                left = 0
+            else:
+                yield tensor_id, Tier.HOST, 0
+                left -= nbytes
 
 
 def _periods_by_end(tensor: Tensor, cuts: list[int], num_sites: int) -> dict[int, tuple[int, int]]:
@@ -110,6 +136,11 @@ def coarsen(problem: Problem, num_slots: int) -> Coarse:
                 group for group, ids in enumerate(members) if ids[0] in problem.host_copies
             ),
             host_work=tuple(_coarse_work(work, cuts) for work in problem.host_work),
+            pieces={
+                group: tuple(trace.tensors[i].nbytes for i in ids)
+                for group, ids in enumerate(members)
+                if len(ids) > 1
+            },
             spare_sites=1,
         )
         over = smaller.device - problem.limit_bytes > smaller.idle

@@ -32,6 +32,8 @@ class Moves:
     rows: Ints
     """Rows of `Lifetimes`, ascending, so in order of start."""
     tiers: tuple[Tier, ...]
+    host_bytes: tuple[int, ...]
+    """What of each is in host memory beside, as in `Migration`."""
     clean: tuple[bool, ...]
 
 
@@ -80,6 +82,7 @@ def place(problem: Problem, moves: Moves, arrive: Floats, pace: Pace) -> tuple[M
             back=int(back[i]),
             needed=int(end[i]),
             tier=moves.tiers[i],
+            host_bytes=moves.host_bytes[i],
             clean=moves.clean[i],
         )
         for i, row in enumerate(moves.rows.tolist())
@@ -99,12 +102,12 @@ def _copies_out(problem: Problem, moves: Moves, arrive: list[float], room: Room)
     for i, row in enumerate(moves.rows.tolist()):
         if moves.clean[i]:
             continue
-        tier = moves.tiers[i]
         start, nbytes = int(periods.start[row]), int(periods.nbytes[row])
-        link = problem.links[tier]
-        begin = max(link_free[tier], arrive[start])
-        done = begin + transfer_ns(link, nbytes, link.out_bytes_per_s)
-        link_free[tier] = done
+        for tier, part in _parts(problem, moves, i):
+            link = problem.links[tier]
+            begin = max(link_free[tier], arrive[start])
+            link_free[tier] = begin + transfer_ns(link, part, link.out_bytes_per_s)
+        done = max(link_free[tier] for tier, _ in _parts(problem, moves, i))
         wanted = bisect_left(arrive, done)
         gone[i] = room.latest_end(start, min(wanted, int(periods.end[row]) - 1), nbytes)
         room.add(start, int(gone[i]), -nbytes)
@@ -122,16 +125,19 @@ def _copies_in(
     back = end.copy()
     link_free = dict.fromkeys(problem.links, 0.0)
     for i in order:
-        link, tier, needed, size = _link(problem, moves, i), moves.tiers[i], int(end[i]), nbytes[i]
+        parts, needed, size = _parts(problem, moves, i), int(end[i]), nbytes[i]
         lowest = int(gone[i]) + 1
         if pace.just_in_time:
             lowest = max(lowest, int(latest[i]))
         else:
-            lowest = max(lowest, bisect_right(arrive, link_free[tier]) - 1)
+            first_free = min(link_free[tier] for tier, _ in parts)
+            lowest = max(lowest, bisect_right(arrive, first_free) - 1)
         back[i] = room.earliest_start(needed, min(lowest, needed), int(size))
         room.add(int(back[i]), needed, -int(size))
-        begin = max(link_free[tier], arrive[back[i]])
-        link_free[tier] = begin + transfer_ns(link, int(size), link.back_bytes_per_s)
+        for tier, part in parts:
+            link = problem.links[tier]
+            begin = max(link_free[tier], arrive[back[i]])
+            link_free[tier] = begin + transfer_ns(link, part, link.back_bytes_per_s)
     return back
 
 
@@ -143,17 +149,23 @@ def _latest_sites(
     latest = np.zeros(len(order), dtype=np.int64)
     busy_from = dict.fromkeys(problem.links, arrive[-1])
     for i in reversed(order):
-        row, tier, link = moves.rows[i], moves.tiers[i], _link(problem, moves, i)
-        speed = min(link.back_bytes_per_s, link.back_while_out_bytes_per_s)
-        duration = transfer_ns(link, int(periods.nbytes[row]), speed) * margin
-        begin = min(busy_from[tier], arrive[periods.end[row]]) - duration
-        busy_from[tier] = begin
+        parts, needed_ns = _parts(problem, moves, i), arrive[periods.end[moves.rows[i]]]
+        for tier, part in parts:
+            link = problem.links[tier]
+            speed = min(link.back_bytes_per_s, link.back_while_out_bytes_per_s)
+            duration = transfer_ns(link, part, speed) * margin
+            busy_from[tier] = min(busy_from[tier], needed_ns) - duration
+        begin = min(busy_from[tier] for tier, _ in parts)
         latest[i] = max(bisect_right(arrive, begin) - 1, 0)
     return latest
 
 
-def _link(problem: Problem, moves: Moves, i: int) -> Link:
-    return problem.links[moves.tiers[i]]
+def _parts(problem: Problem, moves: Moves, i: int) -> tuple[tuple[Tier, int], ...]:
+    """Tiers and bytes of a move, as of `Migration.parts`."""
+    nbytes, host_bytes = int(problem.lifetimes.nbytes[moves.rows[i]]), moves.host_bytes[i]
+    if not host_bytes:
+        return ((moves.tiers[i], nbytes),)
+    return ((Tier.HOST, host_bytes), (moves.tiers[i], nbytes - host_bytes))
 
 
 def with_reasons(problem: Problem, migrations: tuple[Migration, ...]) -> tuple[Migration, ...]:

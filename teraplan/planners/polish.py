@@ -95,8 +95,24 @@ class _Polish:
                 yield replace(m, gone=gone, back=back)
         if not bound_to_tier and m.tensor_id not in self._problem.only_tier:
             for tier in self._problem.tier_bytes:
-                if tier is not m.tier:
-                    yield replace(m, tier=tier)
+                if tier is not m.tier or m.host_bytes:
+                    yield replace(m, tier=tier, host_bytes=0)
+            for host_bytes in self._shares(m.tensor_id):
+                if host_bytes != m.host_bytes:
+                    yield replace(m, tier=Tier.STORAGE, host_bytes=host_bytes)
+
+    def _shares(self, tensor_id: int) -> list[int]:
+        """Bytes in host memory with which both parts take as long on their way out, or back."""
+        host, storage = (self._problem.links.get(tier) for tier in (Tier.HOST, Tier.STORAGE))
+        nbytes = self._problem.trace.tensors[tensor_id].nbytes
+        if host is None or storage is None or tensor_id in self._problem.host_copies:
+            return []
+        parts = (
+            host.out_bytes_per_s / (host.out_bytes_per_s + storage.out_bytes_per_s),
+            host.back_bytes_per_s / (host.back_bytes_per_s + storage.back_bytes_per_s),
+        )
+        cuts = {self._problem.cut(tensor_id, int(nbytes * part)) for part in parts}
+        return sorted(cuts - {0, nbytes})
 
     def _others(self, plan: Plan, free: list[int]) -> Iterator[Plan]:
         """Plans with one period less, one more, or one for another."""

@@ -45,6 +45,7 @@ from teraplan.planners.placement import (
 )
 from teraplan.planners.polish import polish
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
+from teraplan.planners.tier_split import split_between_tiers
 from teraplan.planners.tiers import Spread, assign
 from teraplan.planners.victims import (
     ORDERS,
@@ -120,7 +121,10 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
         simulator = coarse.problem.simulator()
         found = _Search(coarse.problem, simulator).run()
         if found is not None:
-            return with_reasons(problem, _or_baseline(problem, coarse.expand(found.migrations)))
+            split = split_between_tiers(
+                coarse.problem, simulator, found.migrations, _near_bound(coarse.problem)
+            )
+            return with_reasons(problem, _or_baseline(problem, coarse.expand(split)))
         # whole slots need more of the other tiers than the step does, and these are nearly full
     return with_reasons(problem, _search_all(problem))
 
@@ -174,9 +178,14 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
 def _solve(problem: Problem, simulator: Simulator) -> _Attempt | None:
     """The best for one budget, polished where the step is small."""
     best = _Search(problem, simulator).run()
-    if best is None or len(problem.lifetimes) > _FEW:
+    if best is None:
+        return None
+    found = split_between_tiers(problem, simulator, best.migrations, _near_bound(problem))
+    if len(problem.lifetimes) <= _FEW:
+        step_ns = best.cost[0] if found is best.migrations else simulator.run(found).step_ns
+        found = polish(problem, simulator, found, step_ns, _bound(problem))
+    if found is best.migrations:
         return best
-    found = polish(problem, simulator, best.migrations, best.cost[0], _bound(problem))
     timing, tensors = simulator.run(found), problem.trace.tensors
     cost = (timing.step_ns, sum(tensors[m.tensor_id].nbytes for m in found))
     return replace(best, migrations=found, timing=timing, cost=cost)
@@ -186,6 +195,12 @@ def _bound(problem: Problem) -> int:
     return step_bound_ns(
         problem.lifetimes, problem.hardware, problem.pressure(), problem.tier_bytes
     )
+
+
+def _near_bound(problem: Problem) -> int:
+    """When a step is near enough to the bound to stop searching."""
+    bound_ns = _bound(problem)
+    return bound_ns + bound_ns // 200 if len(problem.lifetimes) > _NEAR else bound_ns
 
 
 def _rungs(problem: Problem) -> list[int]:
@@ -202,9 +217,7 @@ class _Search:
     def __init__(self, problem: Problem, simulator: Simulator) -> None:
         self._problem = problem
         self._simulator = simulator
-        self._bound = _bound(problem)
-        if len(problem.lifetimes) > _NEAR:
-            self._bound += self._bound // 200
+        self._bound = _near_bound(problem)
         self._left = max(4, min(60, _WORK // (len(problem.lifetimes) + 1)))
         self._best: _Attempt | None = None
         self._prices = np.zeros((2, problem.lifetimes.num_sites))
@@ -293,7 +306,7 @@ class _Search:
                 continue  # an update on the host, whose sites are given
             m = attempt.migrations[wait.migration]
             nbytes = problem.trace.tensors[m.tensor_id].nbytes
-            link = problem.links[m.tier]
+            link = problem.links[m.tier]  # of a split one, the part that takes longer as a rule
             if wait.direction is Direction.BACK:
                 moved = min(nbytes, wait.duration_ns * link.back_bytes_per_s // 10**9)
                 back = min(m.back, num_sites) if m.back <= wait.site else 0

@@ -25,21 +25,26 @@ class Spread(Enum):
     """Host memory only for what storage cannot hold."""
 
 
-def assign(problem: Problem, rows: Ints, spread: Spread) -> Moves | None:
+def assign(problem: Problem, rows: Ints, spread: Spread, *, may_split: bool = True) -> Moves | None:
     """Tiers for the periods `rows`, None if some tensor finds no room.
 
     A tensor that has not changed since it went to a tier is not written there again: its copy is
-    kept, which takes space in between.
+    kept, which takes space in between. One for which neither tier has room is split between them,
+    if both together have and it `may_split`.
     """
     state = _Assignment(problem, rows)
     tiers: dict[int, Tier] = {}
+    host_bytes = [0] * len(rows)
     for i in state.order(spread):
         tier = state.choose(i, spread)
         if tier is None:
-            return None
+            tier, host_bytes[i] = Tier.STORAGE, state.split(i) if may_split else 0
+            if not host_bytes[i]:
+                return None
         tiers[i] = tier
     chosen = tuple(tiers[i] for i in range(len(rows)))
-    return Moves(rows=rows, tiers=chosen, clean=_clean(problem, rows, chosen, state))
+    clean = _clean(problem, rows, chosen, state, host_bytes)
+    return Moves(rows=rows, tiers=chosen, host_bytes=tuple(host_bytes), clean=clean)
 
 
 _BUCKETS = 48
@@ -90,6 +95,22 @@ class _Assignment:
                 self._take(row, tier)
                 return tier
         return None
+
+    def split(self, i: int) -> int:
+        """Takes room of both tiers for one period; bytes of it in host memory, 0 if neither has."""
+        periods, row = self._problem.lifetimes, int(self._rows[i])
+        tensor_id, nbytes = int(periods.tensor_ids[row]), int(periods.nbytes[row])
+        if tensor_id in self._problem.only_tier or len(self.rooms) < 2:
+            return 0
+        span = self._problem.tier_span(row)
+        room = {tier: self.rooms[tier].least(*span) for tier in self.rooms}
+        host_bytes = self._problem.cut(tensor_id, max(room[Tier.HOST], 0))
+        if not host_bytes or nbytes - host_bytes > room[Tier.STORAGE]:
+            return 0
+        self.rooms[Tier.HOST].add(*span, -host_bytes)
+        self.rooms[Tier.STORAGE].add(*span, host_bytes - nbytes)
+        self._take(row, Tier.STORAGE)
+        return host_bytes
 
     def _preferred(self, row: int, spread: Spread) -> list[Tier]:
         tensor_id = int(self._problem.lifetimes.tensor_ids[row])
@@ -144,9 +165,16 @@ class _Assignment:
 
 
 def _clean(
-    problem: Problem, rows: Ints, tiers: tuple[Tier, ...], state: _Assignment
+    problem: Problem,
+    rows: Ints,
+    tiers: tuple[Tier, ...],
+    state: _Assignment,
+    host_bytes: list[int],
 ) -> tuple[bool, ...]:
-    """Whether each move finds its copy kept from an earlier one; takes the room for keeping it."""
+    """Whether each move finds its copy kept from an earlier one; takes the room for keeping it.
+
+    None is kept of what was split for want of room.
+    """
     periods, tensors = problem.lifetimes, problem.trace.tensors
     of_tensor: dict[int, list[int]] = {}
     for i, row in enumerate(rows.tolist()):
@@ -162,7 +190,7 @@ def _clean(
         spans = [(int(periods.start[rows[i]]), int(periods.end[rows[i]])) for i in moves]
         changes = [tensor.windows[number] for number in tensor.changes]
         for position, i in enumerate(moves):
-            if clean[i]:
+            if clean[i] or host_bytes[i] or host_bytes[moves[position - 1]]:
                 continue
             if position == 0 and not (tensor.persistent and changes):
                 continue  # of all that go round, one must write

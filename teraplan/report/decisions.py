@@ -49,6 +49,8 @@ class Row:
     kind: TensorKind
     tier: Tier | None
     """None: stays on the device, is dropped, or its update is the host's."""
+    host_bytes: int
+    """Where tensors are split between host and storage, the bytes of them in host memory."""
     recomputed: bool
     """Dropped and computed again."""
     clean: bool
@@ -129,10 +131,15 @@ def _key(decision: Decision) -> tuple[object, ...]:
         node_label(tensor.name, tensor.layer) if tensor.layer else "",
         tensor.kind,
         decision.when,
-        (migration.tier, migration.clean, text_template(migration.reason)) if migration else None,
+        _way(migration) if migration else None,
         decision.host_update is not None,
         text_template(decision.recomputed.reason) if decision.recomputed else None,
     )
+
+
+def _way(migration: Migration) -> tuple[object, ...]:
+    split = migration.host_bytes > 0
+    return migration.tier, split, migration.clean, text_template(migration.reason)
 
 
 def _row(group: list[Decision], layers: Iterable[str]) -> Row:
@@ -149,6 +156,7 @@ def _row(group: list[Decision], layers: Iterable[str]) -> Row:
         num_tensors=len(group),
         kind=first.tensor.kind,
         tier=migration.tier if migration else None,
+        host_bytes=sum(d.migration.host_bytes for d in group if d.migration),
         recomputed=first.recomputed is not None,
         clean=migration.clean if migration else False,
         hosted=first.host_update is not None,

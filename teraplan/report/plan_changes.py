@@ -172,15 +172,21 @@ def _difference(old: tuple[Tensor, Migration] | None, new: tuple[Tensor, Migrati
     if old is None or new is None:
         added = new or old
         assert added is not None, "a change has a migration on one side"
-        return f"{'added' if old is None else 'removed'} ({added[1].tier})"
+        return f"{'added' if old is None else 'removed'} ({_place(added[1])})"
     before, after = old[1], new[1]
-    if before.tier != after.tier:
-        return f"{before.tier} → {after.tier}"
+    if _place(before) != _place(after):
+        return f"{_place(before)} → {_place(after)}"
+    if before.host_bytes != after.host_bytes:
+        return "split elsewhere"
     if before.clean != after.clean:
         return "no longer written" if after.clean else "written again"
     if _sites(before) != _sites(after):
         return "other sites"
     return ""
+
+
+def _place(migration: Migration) -> str:
+    return f"host + {migration.tier}" if migration.host_bytes else str(migration.tier)
 
 
 def _sites(migration: Migration) -> tuple[int, int, int, int]:

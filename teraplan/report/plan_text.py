@@ -101,7 +101,9 @@ def _place(decision: Decision) -> str:
     if decision.recomputed:
         return _RECOMPUTED
     migration = decision.migration
-    return _tier(migration.tier, migration.clean) if migration else _KEPT
+    if not migration:
+        return _KEPT
+    return _tier(migration.tier, migration.host_bytes, migration.clean)
 
 
 def _row_place(row: Row) -> str:
@@ -109,7 +111,7 @@ def _row_place(row: Row) -> str:
         return _HOSTED
     if row.recomputed:
         return _RECOMPUTED
-    return _tier(row.tier, row.clean)
+    return _tier(row.tier, row.host_bytes, row.clean)
 
 
 def _sites(decision: Decision) -> tuple[str, str, str, str]:
@@ -120,10 +122,11 @@ def _sites(decision: Decision) -> tuple[str, str, str, str]:
     return (str(h.flush), str(h.gone), str(h.back), str(h.needed)) if h else ("", "", "", "")
 
 
-def _tier(tier: Tier | None, clean: bool) -> str:
+def _tier(tier: Tier | None, host_bytes: int, clean: bool) -> str:
     if tier is None:
         return _KEPT
-    return f"{tier} (clean)" if clean else str(tier)
+    place = f"host {format_nbytes(host_bytes)} + {tier}" if host_bytes else str(tier)
+    return f"{place} (clean)" if clean else place
 
 
 def _row_table(rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,175 @@
+"""Copies of a CUDA device's tensors, and their ways back: what `CudaDevice` hands out.
+
+HostCopy      in pinned host memory (`host_tier`)
+StagedCopy    in storage, through pinned staging memory (`staging`)
+DirectCopy    in storage, straight from the device by GDS
+SplitCopy     the first bytes in host memory, the rest in storage in one of the two ways
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from teraplan.hardware import Tier
+from teraplan.run_record import Direction
+from teraplan.runtime.cuda_runtime import CudaRuntime
+from teraplan.runtime.device import Arrival, Copy
+from teraplan.runtime.host_tier import HostTier, InHost, Landing
+from teraplan.runtime.staged import Incoming, Outgoing
+from teraplan.runtime.staging import Staging
+from teraplan.runtime.storage import Record
+
+if TYPE_CHECKING:
+    from teraplan.runtime.cuda_device import CudaDevice
+
+
+class HostCopy(Copy):
+    """A tensor in pinned host memory."""
+
+    tier = Tier.HOST
+
+    def __init__(self, host: HostTier, inner: InHost) -> None:
+        self.nbytes, self.inner, self.host = inner.nbytes, inner, host
+
+    def wait_out(self) -> int:
+        """See `Copy`."""
+        self.host.let_go(self.inner)
+        return 0
+
+    def drop(self) -> None:
+        """See `Copy`."""
+        self.host.drop(self.inner)
+
+
+class HostArrival(Arrival):
+    """A tensor on its way back from there."""
+
+    def __init__(self, host: HostTier, landing: Landing) -> None:
+        self._host, self._landing = host, landing
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        """See `Arrival`."""
+        return self._host.take(self._landing).untyped_storage(), 0, 0
+
+
+class StagedCopy(Copy):
+    """A tensor in storage, through staging memory."""
+
+    tier = Tier.STORAGE
+
+    def __init__(self, staging: Staging, outgoing: Outgoing) -> None:
+        self.nbytes, self.outgoing, self.staging = outgoing.nbytes, outgoing, staging
+
+    def wait_out(self) -> int:
+        """See `Copy`."""
+        return self.staging.wait_out(self.outgoing)
+
+    def drop(self) -> None:
+        """See `Copy`."""
+        self.staging.drop(self.outgoing)
+
+
+class StagedArrival(Arrival):
+    """A tensor on its way back the same way."""
+
+    def __init__(self, staging: Staging, incoming: Incoming) -> None:
+        self._staging, self._incoming = staging, incoming
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        """See `Arrival`."""
+        memory, waited_ns = self._staging.wait_back(self._incoming)
+        return memory.untyped_storage(), 0, waited_ns
+
+
+class DirectCopy(Copy):
+    """GDS: storage reads the tensor's own memory, so it may be freed only after the write."""
+
+    tier = Tier.STORAGE
+
+    def __init__(self, device: "CudaDevice", record: Record, label: str) -> None:
+        self.nbytes, self.record, self.label = record.nbytes, record, label
+        self._storage = device.storage
+
+    def wait_out(self) -> int:
+        """See `Copy`."""
+        return self._storage.wait(self.record.write, what=f"{self.label} to leave")
+
+    def drop(self) -> None:
+        """See `Copy`."""
+        self._storage.drop(self.record)
+
+
+class DirectArrival(Arrival):
+    """A tensor on its way back straight from storage."""
+
+    def __init__(
+        self,
+        device: "CudaDevice",
+        copy: DirectCopy,
+        *,
+        urgent: bool,
+        into: tuple[torch.Tensor, int] | None = None,
+    ) -> None:
+        """With memory of its own, or `into` memory at an offset where the record can lie."""
+        cuda, record = device.cuda, copy.record
+        self._cuda, self._home = cuda, cuda.current_stream()
+        self._landing, self._offset = into or aligned_landing(cuda, record, 0)
+        allocated = cuda.record(self._home)
+        address = self._landing.data_ptr()
+        self._storage, self._label = device.storage, copy.label
+        self._transfer = device.storage.get(
+            record,
+            address + self._offset,
+            owner=self._landing,
+            urgent=urgent,
+            after=partial(device.enter_worker, allocated),
+        )
+        device.note_direct(self._label, record.nbytes, Direction.BACK).transfers.append(
+            self._transfer
+        )
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        """See `Arrival`."""
+        waited_ns = self._storage.wait(self._transfer, what=f"{self._label} to come back")
+        if self._cuda.current_stream() != self._home:
+            self._cuda.used_by(self._landing, self._cuda.current_stream())
+        return self._landing.untyped_storage(), self._offset, waited_ns
+
+
+def aligned_landing(cuda: CudaRuntime, record: Record, first: int) -> tuple[torch.Tensor, int]:
+    """Memory for `first` bytes and then a record that can lie there, and where they begin in it."""
+    landing = cuda.empty(first + record.nbytes + record.alignment)
+    place = record.address_remainder - first - landing.data_ptr()
+    return landing, place % record.alignment
+
+
+class SplitCopy(Copy):
+    """The first bytes of a tensor in the host tier, the rest in storage."""
+
+    tier = Tier.STORAGE
+
+    def __init__(self, first: HostCopy, rest: StagedCopy | DirectCopy) -> None:
+        self.nbytes, self.first, self.rest = first.nbytes + rest.nbytes, first, rest
+
+    def wait_out(self) -> int:
+        """See `Copy`."""
+        return self.rest.wait_out() + self.first.wait_out()
+
+    def drop(self) -> None:
+        """See `Copy`."""
+        self.rest.drop()
+        self.first.drop()
+
+
+class SplitArrival(Arrival):
+    """Both parts of a tensor on their way to one memory."""
+
+    def __init__(self, landing: torch.Tensor, offset: int, rest: Arrival, first: Arrival) -> None:
+        self._landing, self._offset = landing, offset
+        self._rest, self._first = rest, first
+
+    def wait(self) -> tuple[torch.UntypedStorage, int, int]:
+        """See `Arrival`."""
+        waited_ns = [part.wait()[2] for part in (self._rest, self._first)]
+        return self._landing.untyped_storage(), self._offset, sum(waited_ns)
