@@ -99,6 +99,11 @@ class Problem:
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         return np.clip(self.device - limit, 0, self.idle)
 
+    def may_split(self) -> bool:
+        """Whether any tensor can be split between tiers."""
+        largest = int(self.lifetimes.nbytes.max(initial=0))
+        return len(self.links) > 1 and largest >= 2 * LEAST_PART_BYTES
+
     def cut(self, tensor_id: int, host_bytes: int) -> int:
         """The most bytes, up to `host_bytes`, of which a tensor can have its first in host memory.
 

@@ -22,16 +22,18 @@ Plan = tuple[Migration, ...]
 
 @final
 class _Polish:
-    def __init__(self, problem: Problem, simulator: Simulator, simulations: int) -> None:
-        self._problem = problem
+    def __init__(
+        self, problem: Problem, simulator: Simulator, simulations: int, split: bool
+    ) -> None:
+        self._problem, self._split = problem, split
         self._simulator = simulator
         self._left = simulations
         self._looks = _LOOKS * simulations
         self._fixed = problem.device - managed_curve(problem.trace)
         self._seen: set[Plan] = set()
 
-    def run(self, migrations: Plan, step_ns: int, enough_ns: int) -> Plan:
-        best, best_ns = migrations, step_ns
+    def run(self, migrations: Plan, enough_ns: int) -> Plan:
+        best, best_ns = migrations, self._simulator.run(migrations).step_ns
         improved = True
         while improved and best_ns > enough_ns:
             improved = False
@@ -105,7 +107,7 @@ class _Polish:
         """Bytes in host memory with which both parts take as long on their way out, or back."""
         host, storage = (self._problem.links.get(tier) for tier in (Tier.HOST, Tier.STORAGE))
         nbytes = self._problem.trace.tensors[tensor_id].nbytes
-        if host is None or storage is None or tensor_id in self._problem.host_copies:
+        if not self._split or not host or not storage or tensor_id in self._problem.host_copies:
             return []
         parts = (
             host.out_bytes_per_s / (host.out_bytes_per_s + storage.out_bytes_per_s),
@@ -164,8 +166,9 @@ def polish(
     problem: Problem,
     simulator: Simulator,
     migrations: Plan,
-    step_ns: int,
     enough_ns: int,
+    *,
+    split: bool,
 ) -> Plan:
     """A plan that is no slower than `migrations`; stops at `enough_ns`.
 
@@ -173,11 +176,11 @@ def polish(
         problem: the step and the machine.
         simulator: of both.
         migrations: a plan that holds.
-        step_ns: how long its step is.
         enough_ns: a lower bound on the step.
+        split: whether tensors may be split between tiers.
     """
     simulations = min(_SIMULATIONS, _WORK // (len(problem.lifetimes) + 1))
-    found = _Polish(problem, simulator, simulations).run(migrations, step_ns, enough_ns)
+    found = _Polish(problem, simulator, simulations, split).run(migrations, enough_ns)
     return tuple(sorted(found, key=lambda m: m.leave))
 
 

@@ -3,6 +3,7 @@
     pressure -> victims (5 orders) -> tiers (4 spreads) -> placement (3 paces) -> simulate
         ^                                                       |                    |
         +---- more bytes away before the sites that wait <------+-- real times <-----+
+                                                            the best -> split -> simulate
 
 Only what is over the budget is moved. The simulation of the best attempt says where the computation
 waits: there, later attempts ask for more free memory, so that copies in can start earlier, take
@@ -14,12 +15,14 @@ To make more memory never slower, plans for smaller budgets are tried too in ste
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
 the budget, if the bound does not rule them out. So a budget at or above such an eighth is never
 slower than the eighth itself. In such steps the plans of all published policies are attempts too,
-and the best plan of a step of up to 60 is polished (`polish`). A step of more than 1,000 is planned
+and the best plan of a step of up to 60 is polished (`polish`). Tensors are split between tiers in
+the best plan alone (`tier_split`). A step of more than 1,000 is planned
 on a coarse copy (`coarse`); up to 20,000 it is compared with simple policies on the step itself.
 """
 
 import hashlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -124,19 +127,19 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
             split = split_between_tiers(
                 coarse.problem, simulator, found.migrations, _near_bound(coarse.problem)
             )
-            return with_reasons(problem, _or_baseline(problem, coarse.expand(split)))
+            plans = [split] if split is found.migrations else [split, found.migrations]
+            return with_reasons(problem, _or_baseline(problem, [coarse.expand(p) for p in plans]))
         # whole slots need more of the other tiers than the step does, and these are nearly full
     return with_reasons(problem, _search_all(problem))
 
 
-def _or_baseline(problem: Problem, migrations: tuple[Migration, ...]) -> tuple[Migration, ...]:
-    """The migrations, or those of a simple policy on the step itself if they are faster."""
+def _or_baseline(problem: Problem, plans: Sequence[tuple[Migration, ...]]) -> tuple[Migration, ...]:
+    """The first plan; another, or a simple policy's, if that is faster on the step itself."""
     if len(problem.lifetimes) > _PLENTY or problem.deadline is not None:
-        return migrations
+        return plans[0]
     simulator = problem.simulator()
-    best, best_ns = migrations, simulator.run(migrations).step_ns
-    for planner in _SIMPLE:
-        other = _plan_of(planner, problem)
+    best, best_ns = plans[0], simulator.run(plans[0]).step_ns
+    for other in (*plans[1:], *(_plan_of(planner, problem) for planner in _SIMPLE)):
         if other is None:
             continue
         step_ns = simulator.run(other).step_ns
@@ -176,14 +179,16 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
 
 
 def _solve(problem: Problem, simulator: Simulator) -> _Attempt | None:
-    """The best for one budget, polished where the step is small."""
+    """The best for one budget, polished where the step is small, before and after splits."""
     best = _Search(problem, simulator).run()
     if best is None:
         return None
-    found = split_between_tiers(problem, simulator, best.migrations, _near_bound(problem))
-    if len(problem.lifetimes) <= _FEW:
-        step_ns = best.cost[0] if found is best.migrations else simulator.run(found).step_ns
-        found = polish(problem, simulator, found, step_ns, _bound(problem))
+    found, few = best.migrations, len(problem.lifetimes) <= _FEW
+    if few:
+        found = polish(problem, simulator, found, _bound(problem), split=False)
+    found = split_between_tiers(problem, simulator, found, _near_bound(problem))
+    if few and problem.may_split():
+        found = polish(problem, simulator, found, _bound(problem), split=True)
     if found is best.migrations:
         return best
     timing, tensors = simulator.run(found), problem.trace.tensors

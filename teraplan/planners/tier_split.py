@@ -61,7 +61,7 @@ def split_between_tiers(
         migrations: a plan that holds.
         enough_ns: a lower bound on the step, at which the search stops.
     """
-    if len(problem.links) < 2 or not migrations:
+    if not problem.may_split() or not migrations:
         return migrations
     return _Splitter(problem, simulator, enough_ns).run(migrations)
 

@@ -80,8 +80,10 @@ def test_host_memory_takes_what_storage_cannot(
     taken_by: list[Tier] = []
     start_out = CpuDevice.start_out
 
-    def noted(self: CpuDevice, tensor: torch.Tensor, tier: Tier, label: str) -> Copy:
-        copy = start_out(self, tensor, tier, label)
+    def noted(
+        self: CpuDevice, tensor: torch.Tensor, tier: Tier, label: str, *, host_bytes: int = 0
+    ) -> Copy:
+        copy = start_out(self, tensor, tier, label, host_bytes=host_bytes)
         taken_by.append(tier)
         return copy
 

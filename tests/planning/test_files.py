@@ -88,7 +88,7 @@ def set_at(path: str, value: object) -> Callable[[Any], None]:
 
 CHANGES: list[tuple[str, object, str]] = [
     ("schema", "other", r'schema: is "other", expected "teraplan.plan"'),
-    ("schema_version", 4, "schema_version: is 4, this teraplan reads 1, 2, 3"),
+    ("schema_version", 5, "schema_version: is 5, this teraplan reads 1, 2, 3, 4"),
     ("surprise", 1, 'unknown field "surprise"'),
     ("policy", 3, "policy: is 3, expected a string"),
     ("budgets/device_bytes", -1, r"budgets.device_bytes: is -1, expected 0 to"),
@@ -97,6 +97,9 @@ CHANGES: list[tuple[str, object, str]] = [
     ("budgets/device_bytes", "1", 'budgets.device_bytes: is "1", expected an integer'),
     ("migrations/0/tensor", "nobody", r'migrations\[0\].tensor: "nobody" is no tensor'),
     ("migrations/0/tier", "disk", r'migrations\[0\].tier: "disk" is not one of device, host'),
+    ("migrations/0/host_bytes", -1, r"migrations\[0\].host_bytes: is -1, expected 0 to \d+"),
+    ("migrations/0/host_bytes", 1 << 40, r"migrations\[0\].host_bytes: is .*, expected 0 to \d+"),
+    ("migrations/0/host_bytes", "1", r'migrations\[0\].host_bytes: is "1", expected an integer'),
     ("migrations/0/leave", 10**9, r"migrations\[0\].leave: is 1000000000, expected 0 to"),
     ("migrations/0/clean", 0, r"migrations\[0\].clean: is 0, expected true or false"),
     ("migrations", {}, "migrations: is an object of 0, expected a list"),
@@ -210,6 +213,37 @@ def test_migrations_are_one_per_line(plan_path: Path) -> None:
     plan = read_plan(plan_path)
     named = [line for line in lines if '"tensor": "g0.c0/' in line]
     assert len(named) == len(plan.migrations)
+
+
+def test_a_split_comes_back_as_it_was_written(plan_path: Path) -> None:
+    data = json.loads(plan_path.read_text())
+    assert data["migrations"][0]["tier"] == "storage"
+    data["migrations"][0]["host_bytes"] = 4096
+    plan_path.write_text(json.dumps(data))
+    plan = read_plan(plan_path)
+    assert plan.migrations[0].host_bytes == 4096
+    write_plan(plan, plan_path)
+    assert read_plan(plan_path) == plan
+
+
+def test_refuses_a_split_of_what_goes_to_the_host(plan_path: Path) -> None:
+    data = json.loads(plan_path.read_text())
+    data["migrations"][0] |= {"tier": "host", "host_bytes": 4096}
+    plan_path.write_text(json.dumps(data))
+    with pytest.raises(FileFormatError, match=r'host_bytes: is 4096 beside the tier "host"; a te'):
+        read_plan(plan_path)
+
+
+def test_reads_version_3() -> None:
+    folder = Path(__file__).parents[1] / "compat"
+    plan, runs = read_runs(folder / "runs_v3.json")
+    assert read_plan(folder / "plan_v3.json") == plan
+    assert check_plan(plan) == ()
+    assert plan.host_updates
+    assert plan.hardware.host_cores is not None
+    assert {m.tier for m in plan.migrations} == {Tier.HOST, Tier.STORAGE}
+    assert {m.host_bytes for m in plan.migrations} == {0}
+    assert len(runs) == 1
 
 
 def test_reads_version_2() -> None:

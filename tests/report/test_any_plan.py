@@ -15,6 +15,7 @@ from teraplan.report.plan_changes import all_layers, changes_text, plan_changes
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
 from teraplan.report.summary import plan_banner
 from teraplan.simulate import prediction_of, simulate
+from teraplan.units import MIB
 from tests.report.example_plan import make_plan
 
 EXAMPLE = make_plan()
@@ -24,8 +25,11 @@ EXAMPLE = make_plan()
 def plans(draw: st.DrawFn) -> Plan:
     """The example with some of its migrations, other tiers, layers, and budgets."""
     chosen = [m for m in EXAMPLE.migrations if draw(st.booleans())]
+    places = st.sampled_from([(Tier.HOST, 0), (Tier.STORAGE, 0), (Tier.STORAGE, 5 * MIB)])
     migrations = tuple(
-        replace(m, tier=draw(st.sampled_from([Tier.HOST, Tier.STORAGE]))) for m in chosen
+        replace(m, tier=tier, host_bytes=host_bytes)
+        for m in chosen
+        for tier, host_bytes in [draw(places)]
     )
     layers = st.sampled_from(["", "a", "a.0", "a.1.b", "a.2.b", "x" * 200])
     tensors = tuple(replace(tensor, layer=draw(layers)) for tensor in EXAMPLE.trace.tensors)

@@ -83,9 +83,9 @@ class World:
         self.cuda.run(fill)
         return result
 
-    def out(self, tensor: torch.Tensor, tier: Tier = Tier.STORAGE) -> Copy:
-        """Start moving `tensor` out."""
-        return self.device.start_out(tensor, tier, f"t{tensor.nbytes}")
+    def out(self, tensor: torch.Tensor, tier: Tier = Tier.STORAGE, host_bytes: int = 0) -> Copy:
+        """Start moving `tensor` out, with so many of its first bytes to the host tier."""
+        return self.device.start_out(tensor, tier, f"t{tensor.nbytes}", host_bytes=host_bytes)
 
     def moved(self, seed: int, nbytes: int, tier: Tier = Tier.STORAGE) -> Copy:
         """A tensor that has left and whose memory is free."""
