@@ -6,22 +6,18 @@ DirectCopy    in storage, straight from the device by GDS
 SplitCopy     the first bytes in host memory, the rest in storage in one of the two ways
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from teraplan.hardware import Tier
-from teraplan.run_record import Direction
-from teraplan.runtime.cuda_runtime import CudaRuntime
+from teraplan.runtime.cuda_runtime import CudaRuntime, Event
 from teraplan.runtime.device import Arrival, Copy
 from teraplan.runtime.host_tier import HostTier, InHost, Landing
 from teraplan.runtime.staged import Incoming, Outgoing
 from teraplan.runtime.staging import Staging
-from teraplan.runtime.storage import Record
-
-if TYPE_CHECKING:
-    from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.storage import Record, Storage
 
 
 class HostCopy(Copy):
@@ -87,17 +83,17 @@ class DirectCopy(Copy):
 
     tier = Tier.STORAGE
 
-    def __init__(self, device: "CudaDevice", record: Record, label: str) -> None:
+    def __init__(self, storage: Storage, record: Record, label: str) -> None:
         self.nbytes, self.record, self.label = record.nbytes, record, label
-        self._storage = device.storage
+        self.storage = storage
 
     def wait_out(self) -> int:
         """See `Copy`."""
-        return self._storage.wait(self.record.write, what=f"{self.label} to leave")
+        return self.storage.wait(self.record.write, what=f"{self.label} to leave")
 
     def drop(self) -> None:
         """See `Copy`."""
-        self._storage.drop(self.record)
+        self.storage.drop(self.record)
 
 
 class DirectArrival(Arrival):
@@ -105,33 +101,33 @@ class DirectArrival(Arrival):
 
     def __init__(
         self,
-        device: "CudaDevice",
+        cuda: CudaRuntime,
         copy: DirectCopy,
         *,
+        enter_worker: Callable[[Event], None],
         urgent: bool,
-        into: tuple[torch.Tensor, int] | None = None,
+        into: tuple[torch.Tensor, int] | None,
     ) -> None:
-        """With memory of its own, or `into` memory at an offset where the record can lie."""
-        cuda, record = device.cuda, copy.record
+        """With memory of its own, or `into` memory at an offset where the record can lie.
+
+        Storage's threads call `enter_worker` with the event after which that memory is free.
+        """
+        record = copy.record
         self._cuda, self._home = cuda, cuda.current_stream()
         self._landing, self._offset = into or aligned_landing(cuda, record, 0)
         allocated = cuda.record(self._home)
-        address = self._landing.data_ptr()
-        self._storage, self._label = device.storage, copy.label
-        self._transfer = device.storage.get(
+        self._storage, self._label = copy.storage, copy.label
+        self.transfer = copy.storage.get(
             record,
-            address + self._offset,
+            self._landing.data_ptr() + self._offset,
             owner=self._landing,
             urgent=urgent,
-            after=partial(device.enter_worker, allocated),
-        )
-        device.note_direct(self._label, record.nbytes, Direction.BACK).transfers.append(
-            self._transfer
+            after=partial(enter_worker, allocated),
         )
 
     def wait(self) -> tuple[torch.UntypedStorage, int, int]:
         """See `Arrival`."""
-        waited_ns = self._storage.wait(self._transfer, what=f"{self._label} to come back")
+        waited_ns = self._storage.wait(self.transfer, what=f"{self._label} to come back")
         if self._cuda.current_stream() != self._home:
             self._cuda.used_by(self._landing, self._cuda.current_stream())
         return self._landing.untyped_storage(), self._offset, waited_ns

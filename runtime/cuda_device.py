@@ -215,7 +215,7 @@ class CudaDevice(Device):
             after=partial(self.enter_worker, ready),
         )
         self.note_direct(label, source.nbytes, Direction.OUT).transfers.append(record.write)
-        return DirectCopy(self, record, label)
+        return DirectCopy(self.storage, record, label)
 
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
         if isinstance(copy, HostCopy):
@@ -225,7 +225,7 @@ class CudaDevice(Device):
         if isinstance(copy, SplitCopy):
             return self._both_back(copy, urgent)
         assert isinstance(copy, DirectCopy), f"{copy} was not made by this device"
-        return DirectArrival(self, copy, urgent=urgent)
+        return self._directly_back(copy, urgent)
 
     def _both_back(self, copy: SplitCopy, urgent: bool) -> Arrival:
         """Take memory for a tensor in two tiers, and start both parts into it."""
@@ -234,7 +234,7 @@ class CudaDevice(Device):
         if isinstance(rest, DirectCopy):
             landing, offset = aligned_landing(self.cuda, rest.record, first.nbytes)
             place = (landing, offset + first.nbytes)
-            split = DirectArrival(self, rest, urgent=urgent, into=place)
+            split = self._directly_back(rest, urgent, into=place)
         else:
             landing, offset = self.cuda.empty(copy.nbytes), 0
             behind = landing.narrow(0, first.nbytes, rest.nbytes)
@@ -243,6 +243,16 @@ class CudaDevice(Device):
         before = landing.narrow(0, offset, first.nbytes)
         arrival = HostArrival(self._host, self._host.fetch(first.inner, into=before))
         return SplitArrival(landing, offset, split, arrival)
+
+    def _directly_back(
+        self, copy: DirectCopy, urgent: bool, into: tuple[torch.Tensor, int] | None = None
+    ) -> Arrival:
+        arrival = DirectArrival(
+            self.cuda, copy, enter_worker=self.enter_worker, urgent=urgent, into=into
+        )
+        trip = self.note_direct(copy.label, copy.nbytes, Direction.BACK)
+        trip.transfers.append(arrival.transfer)
+        return arrival
 
     def enter_worker(self, event: Event) -> None:
         """In a thread of storage: its own stream for what it computes there, then wait."""

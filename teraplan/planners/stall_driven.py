@@ -16,8 +16,8 @@ periods: those at the eighths of the way from the least budget to the unlimited 
 the budget, if the bound does not rule them out. So a budget at or above such an eighth is never
 slower than the eighth itself. In such steps the plans of all published policies are attempts too,
 and the best plan of a step of up to 60 is polished (`polish`). Tensors are split between tiers in
-the best plan alone (`tier_split`). A step of more than 1,000 is planned
-on a coarse copy (`coarse`); up to 20,000 it is compared with simple policies on the step itself.
+the best plan alone (`tier_split`). A step of more than 1,000 is planned on a coarse copy
+(`coarse`); up to 20,000 it is compared with simple policies on the step itself.
 """
 
 import hashlib

@@ -34,8 +34,8 @@ from teraplan.planners.room import Room
 from teraplan.run_record import Direction
 from teraplan.simulator import Simulator, Timing, Transfer, Wait
 
-_WORK, _MOST = 30_000, 24
-"""Idle periods times simulations, and simulations, of one search."""
+_WORK, _LEAST, _MOST = 20_000, 2, 24
+"""Idle periods times simulations of one search, and the least and most simulations."""
 _PARTS = (1.0, 0.5, 0.2)
 """Of the proposed splits, how many are tried, from the most important on."""
 _BINS = 4096
@@ -128,7 +128,7 @@ class _Splitter:
         self._problem = problem
         self._simulator = simulator
         self._enough_ns = enough_ns
-        self._left = max(3, min(_MOST, _WORK // (len(problem.lifetimes) + 1)))
+        self._left = max(_LEAST, min(_MOST, _WORK // (len(problem.lifetimes) + 1)))
         slots = slots_of(simulator.links)
         table = speeds(simulator.links, problem.hardware.device_port)
         self._pairs: dict[tuple[Tier, Direction], _Pair] = {}
