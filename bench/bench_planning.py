@@ -4,6 +4,7 @@
     python -m bench.bench_planning grid       models x machines x budgets
     python -m bench.bench_planning small      the same with one or two layers, every policy
     python -m bench.bench_planning speed      planning time and memory, 1 k to 1 M sites
+    python -m bench.bench_planning splits     with and without tensors in two tiers
     python -m bench.bench_planning published  what others have measured, beside the simulator
 
 All of it is simulated; the machine that this runs on matters for planning times alone.
@@ -15,6 +16,7 @@ import resource
 import statistics
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from bench.planning_cases import AMPLE, MACHINES, Case, grid_cases, paper_cases
@@ -155,6 +157,45 @@ def _speed(largest: int) -> dict[str, object]:
     return {"rows": rows, "process_peak_bytes": memory}
 
 
+def _splits() -> dict[str, object]:
+    """Each case with tensors as a whole, and with tensors split between host and storage."""
+    rows: list[dict[str, object]] = []
+    cases = [*paper_cases("float32"), *paper_cases("bfloat16"), *grid_cases(), *_own_links()]
+    for case in cases:
+        steps: list[int] = []
+        for split in (False, True):
+            start = time.process_time()
+            plan = make_plan(case.trace, case.machine.hardware, case.budgets, split=split)
+            seconds = time.process_time() - start
+            steps.append(plan.prediction.step_ns)
+        split_tensors = len({m.tensor_id for m in plan.migrations if m.host_bytes})
+        rows.append(
+            {
+                "case": case.name,
+                "whole_ns": steps[0],
+                "split_ns": steps[1],
+                "split_tensors": split_tensors,
+                "planning_s": round(seconds, 2),
+            }
+        )
+        print(f"{case.name}: {steps[0] / steps[1]:.4f}, {split_tensors} split", flush=True)
+    return {"cases": rows}
+
+
+def _own_links() -> list[Case]:
+    """The grid's first machine with storage on lanes of its own, not behind the device's slot."""
+    return [
+        replace(
+            case,
+            name=f"{case.name}, no port",
+            machine=replace(
+                case.machine, hardware=replace(case.machine.hardware, device_port=None)
+            ),
+        )
+        for case in grid_cases(MACHINES[:1])
+    ]
+
+
 def _plot(rows: Sequence[dict[str, object]], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -172,9 +213,9 @@ def _plot(rows: Sequence[dict[str, object]], path: Path) -> None:
 
 
 def main() -> None:
-    """Runs one of the five, or all."""
+    """Runs one of the six, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("paper", "grid", "small", "speed", "published")
+    kinds = ("paper", "grid", "small", "speed", "splits", "published")
     parser.add_argument("what", nargs="?", choices=kinds, default=None)
     parser.add_argument("--policies", default=None, help="with commas; all if not given")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of `paper`")
@@ -194,6 +235,8 @@ def main() -> None:
             write_results(f"planning_{what}_{name}", _grid(cases, policies or fitting))
     if options.what in (None, "speed"):
         write_results("planning_speed", _speed(options.largest))
+    if options.what in (None, "splits"):
+        write_results("planning_splits", _splits())
     if options.what in (None, "published"):
         write_results("planning_published", published())
 

@@ -40,6 +40,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute no activation again, though the trace says how",
     )
     parser.add_argument(
+        "--no-split",
+        action="store_true",
+        help="leave each tensor in one tier as a whole",
+    )
+    parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="where the plan goes"
     )
 
@@ -57,6 +62,7 @@ def _run(options: argparse.Namespace) -> int:
             time_limit_s=options.time_limit,
             tight_bound=options.tight_bound,
             recompute=not options.no_recompute,
+            split=not options.no_split,
         )
     except InfeasibleBudgetError as error:
         report: dict[str, object] = {

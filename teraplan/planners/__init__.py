@@ -53,6 +53,7 @@ def make_plan(
     time_limit_s: float | None = None,
     tight_bound: bool = False,
     recompute: bool = True,
+    split: bool = True,
 ) -> Plan:
     """A plan for `trace` within `budgets`, accepted by the independent checker.
 
@@ -71,6 +72,7 @@ def make_plan(
             about as long as planning.
         recompute: let "teraplan" compute activations again where the trace says how and that is
             faster. Not looked at if there are rules.
+        split: let "teraplan" split tensors between host memory and storage.
 
     Raises:
         ConfigError: if there is no such policy, a rule matches nothing, or scipy is missing.
@@ -81,7 +83,7 @@ def make_plan(
 
     def plan_step(recomputed: tuple[Recomputation, ...] = ()) -> Plan:
         step = recomputed_step(trace, [choice.tensor_id for choice in recomputed])
-        asked = _problem(step, hardware, budgets, rules or {}, deadline)
+        asked = replace(_problem(step, hardware, budgets, rules or {}, deadline), splits=split)
         migrations = planner(asked)
         host_updates: tuple[HostUpdate, ...] = ()
         if planner is plan_by_stalls:
@@ -103,7 +105,8 @@ def make_plan(
     if recompute and planner is plan_by_stalls and not rules:
         plan = with_recomputed(plan, plan_step)
     for other in candidates if not rules else ():
-        again = _remade(other, plan) if recompute or not other.recomputed else None
+        allowed = (recompute or not other.recomputed) and (split or not _splits(other))
+        again = _remade(other, plan) if allowed else None
         if again is not None and again.prediction.step_ns < plan.prediction.step_ns:
             plan = again
     bound_ns = _bound_ns(Problem.of(plan.step, hardware, budgets), tight_bound)
@@ -131,6 +134,10 @@ def _problem(
     return asked
 
 
+def _splits(plan: Plan) -> bool:
+    return any(m.host_bytes for m in plan.migrations)
+
+
 def _bound_ns(problem: Problem, tight: bool) -> int:
     if problem.hardware.host_cores is not None and problem.trace.updates:
         return split_bound_ns(problem.lifetimes, problem.hardware, problem.pressure())
@@ -141,8 +148,7 @@ def _bound_ns(problem: Problem, tight: bool) -> int:
 def _remade(candidate: Plan, plan: Plan) -> Plan | None:
     """The candidate's migrations in the place of those of `plan`, None if they do not hold."""
     links = {Tier.HOST: plan.hardware.host_link, Tier.STORAGE: plan.hardware.storage_link}
-    used = {m.tier for m in candidate.migrations}
-    used |= {Tier.HOST for m in candidate.migrations if m.host_bytes}
+    used = {m.tier for m in candidate.migrations} | ({Tier.HOST} if _splits(candidate) else set())
     if candidate.trace != plan.trace or any(links[tier] is None for tier in used):
         return None
     if candidate.host_updates and (plan.hardware.host_cores is None or links[Tier.HOST] is None):

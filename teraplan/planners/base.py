@@ -56,6 +56,8 @@ class Problem:
     """Numbers of updates that may run on the host."""
     pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """Bytes of the tensors of which one that is listed here consists (`coarse`)."""
+    splits: bool = True
+    """Whether tensors may be split between tiers."""
     spare_sites: int = 0
     """By how many sites a tensor takes space in another tier before and after its idle period."""
 
@@ -102,7 +104,7 @@ class Problem:
     def may_split(self) -> bool:
         """Whether any tensor can be split between tiers."""
         largest = int(self.lifetimes.nbytes.max(initial=0))
-        return len(self.links) > 1 and largest >= 2 * LEAST_PART_BYTES
+        return self.splits and len(self.links) > 1 and largest >= 2 * LEAST_PART_BYTES
 
     def cut(self, tensor_id: int, host_bytes: int) -> int:
         """The most bytes, up to `host_bytes`, of which a tensor can have its first in host memory.

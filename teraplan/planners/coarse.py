@@ -141,6 +141,7 @@ def coarsen(problem: Problem, num_slots: int) -> Coarse:
                 for group, ids in enumerate(members)
                 if len(ids) > 1
             },
+            splits=problem.splits,
             spare_sites=1,
         )
         over = smaller.device - problem.limit_bytes > smaller.idle

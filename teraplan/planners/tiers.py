@@ -100,7 +100,7 @@ class _Assignment:
         """Takes room of both tiers for one period; bytes of it in host memory, 0 if neither has."""
         periods, row = self._problem.lifetimes, int(self._rows[i])
         tensor_id, nbytes = int(periods.tensor_ids[row]), int(periods.nbytes[row])
-        if tensor_id in self._problem.only_tier or len(self.rooms) < 2:
+        if tensor_id in self._problem.only_tier or not self._problem.may_split():
             return 0
         span = self._problem.tier_span(row)
         room = {tier: self.rooms[tier].least(*span) for tier in self.rooms}

@@ -254,6 +254,7 @@ def left_for_device(problem: Problem, host_updates: Sequence[HostUpdate]) -> Pro
         Problem.of(trace, problem.hardware, replace(budgets, host_bytes=room)),
         limit_bytes=problem.limit_bytes,
         only_tier=problem.only_tier,
+        splits=problem.splits,
         deadline=problem.deadline,
         host_copies=placed.copies,
         host_work=placed.work,
