@@ -16,6 +16,7 @@ result is simulated; if it is no better, so is its more important half, and so o
 split after sites have been chosen, sites are then chosen anew for the copies as they are.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ import numpy as np
 from teraplan.channels import slots_of, speeds
 from teraplan.hardware import Tier
 from teraplan.lifetimes import Floats
-from teraplan.memory_curve import tier_curve
+from teraplan.memory_curve import Curve, tier_curve
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.placement import EAGER, JUST_IN_TIME, RELAXED, Moves, place
@@ -152,7 +153,9 @@ class _Splitter:
         return best[0]
 
     def _done(self, timing: Timing) -> bool:
-        return self._left <= 0 or timing.step_ns <= self._enough_ns
+        deadline = self._problem.deadline
+        late = deadline is not None and time.monotonic() > deadline
+        return late or self._left <= 0 or timing.step_ns <= self._enough_ns
 
     def _divided(self, migrations: Plan, timing: Timing) -> tuple[Plan, Timing] | None:
         """A faster plan with other splits, None if none was found."""
@@ -164,8 +167,9 @@ class _Splitter:
                 break
             tried = count
             changed = list(migrations)
-            for index, host_bytes in list(wanted.items())[:count]:
-                changed[index] = _with_share(self._problem, changed[index], host_bytes)
+            for indices, host_bytes in wanted[:count]:
+                for index in indices:
+                    changed[index] = _with_share(self._problem, changed[index], host_bytes)
             found = self._simulated(tuple(changed))
             if found is not None and found[1].step_ns < timing.step_ns:
                 return found
@@ -199,9 +203,7 @@ def _other(tier: Tier) -> Tier:
     return Tier.HOST if tier is Tier.STORAGE else Tier.STORAGE
 
 
-def _taken(
-    problem: Problem, migrations: Plan, tier: Tier
-) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _taken(problem: Problem, migrations: Plan, tier: Tier) -> Curve:
     """Bytes of a tier in each interval."""
     if tier is Tier.HOST:
         migrations = tuple(m for m in migrations if m.tensor_id not in problem.host_copies)
@@ -275,14 +277,18 @@ class _Proposals:
             for tier, size in problem.tier_bytes.items()
         }
         self._together = _together(migrations)
-        self._shares: dict[int, int] = {}
+        self._treated: set[int] = set()
+        self._made: list[tuple[tuple[int, ...], int]] = []
 
-    def made(self) -> dict[int, int]:
-        """New bytes in host memory by index of the migration, the most important first."""
+    def made(self) -> list[tuple[tuple[int, ...], int]]:
+        """Migrations that are to have so many bytes in host memory, the most important first.
+
+        Those that rely on one copy are together.
+        """
         for wait in sorted(self._timing.waits, key=lambda wait: (-wait.duration_ns, wait.site)):
             if wait.migration < len(self._migrations):
                 self._treat(wait)
-        return self._shares
+        return self._made
 
     def _treat(self, wait: Wait) -> None:
         """Proposes splits for what a wait is for, and for what its link did just before."""
@@ -324,13 +330,15 @@ class _Proposals:
         if moved == 0 or moved > room:
             return 0
         idle.take(begin_ns, end_ns, moved / pair.other)
-        for other in self._together[index]:
-            self._shares[other] = host_bytes
+        together = self._together[index]
+        self._made.append((together, host_bytes))
+        self._treated.update(together)
+        for other in together:
             self._rooms[to].add(*self._span(other), -moved)
         return moved
 
     def _may_split(self, index: int) -> bool:
-        if index >= len(self._migrations) or index in self._shares:
+        if index >= len(self._migrations) or index in self._treated:
             return False
         m = self._migrations[index]
         ruled = m.tensor_id in self._problem.only_tier or m.tensor_id in self._problem.host_copies

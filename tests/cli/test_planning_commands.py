@@ -238,3 +238,17 @@ def test_a_step_with_nothing_in_it(command: str, tmp_path: Path, capsys: Capture
     more = ["-o", str(tmp_path / "plan.json")] if command == "plan" else []
     assert main([command, str(path), "--hardware", "h200", *more]) in (0, 1)
     assert not capsys.readouterr().err
+
+
+def test_no_split_leaves_tensors_whole(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    machine, plan = tmp_path / "m.json", tmp_path / "p.json"
+    assert main(["hardware", "rtx-4090:ssd=2", "-o", str(machine)]) == 0
+    data = json.loads(machine.read_text())
+    data["hardware"]["device_port"] = None  # storage on lanes of its own
+    machine.write_text(json.dumps(data))
+    arguments = ["plan", trace, "--hardware", str(machine), "--device-budget", "50%"]
+    for option, expected in ((["--no-split"], False), ([], True)):
+        assert main([*arguments, "-o", str(plan), *option]) == 0
+        assert any(m.host_bytes for m in read_plan(plan).migrations) is expected
+        assert main(["show", str(plan)]) == 0
+        assert ("+ storage" in capsys.readouterr().out) is expected

@@ -232,9 +232,7 @@ def test_splits_never_make_the_step_longer(
 ) -> None:
     trace = grown(trace)
     limit = budgets(between(trace, part))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("teraplan.planners.base.LEAST_PART_BYTES", 1 << 60)
-        whole = make_plan(trace, hardware, limit)
+    whole = make_plan(trace, hardware, limit, split=False)
     assert not splits(whole)
     assert make_plan(trace, hardware, limit).prediction.step_ns <= whole.prediction.step_ns
 
@@ -304,6 +302,9 @@ def test_a_plan_without_splits_is_replaced_where_it_is_slower() -> None:
     assert fast.prediction.step_ns <= slow.prediction.step_ns
     one_tier = make_plan(trace, machine(6.0), limit, candidates=[slow])
     assert not splits(one_tier)
+    assert not splits(
+        make_plan(trace, machine(4.0, host=6.0), limit, candidates=[slow], split=False)
+    )
 
 
 def test_a_group_is_split_into_its_members() -> None:
