@@ -29,6 +29,7 @@ from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_check_plan import kinds, parameter_step
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.traces import machines, traces
+from tests.planning.updating import layers_step
 
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 H, S = Tier.HOST, Tier.STORAGE
@@ -305,6 +306,17 @@ def test_a_plan_without_splits_is_replaced_where_it_is_slower() -> None:
     assert not splits(
         make_plan(trace, machine(4.0, host=6.0), limit, candidates=[slow], split=False)
     )
+
+
+def test_what_relies_on_one_copy_is_split_together() -> None:
+    trace = grown(layers_step((4000, 8000, 12_000, 6000), micro_batches=2), 1000)
+    found = 0
+    for part in (0.0, 0.1, 0.2, 0.3, 0.5):
+        limit = budgets(between(trace, part))
+        plan = make_plan(trace, machine(6.0, host=9.0), limit)
+        assert check_plan(plan) == ()
+        found += sum(m.clean for m in splits(plan))
+    assert found
 
 
 def test_a_group_is_split_into_its_members() -> None:
