@@ -86,7 +86,7 @@ def _check_migrations(plan: Plan, view: DeviceView) -> Iterator[Violation]:
             yield wrong(ViolationKind.TENSOR, f"tensor {m.tensor_id} of {len(plan.trace.tensors)}")
             continue
         tensor = view.tensors[m.tensor_id]
-        for tier in {m.tier, Tier.HOST if m.host_bytes else m.tier}:
+        for tier in (Tier.HOST, m.tier) if m.host_bytes else (m.tier,):
             if links.get(tier) is None:
                 message = f"{tensor.name} moves to {tier}, which is not there"
                 yield wrong(ViolationKind.TIER, message)

@@ -344,8 +344,7 @@ def test_a_group_is_split_into_its_members() -> None:
 @pytest.mark.slow
 def test_a_coarse_plan_with_splits_holds() -> None:
     trace = gpt_trace(110)
-    limit = budgets(between(trace, 0.3), host_bytes=700 * MIB)
-    plan = make_plan(trace, machine(6.0, host=12.0), limit)
+    plan = make_plan(trace, machine(6.0, host=12.0), budgets(between(trace, 0.05)))
     assert splits(plan)
     assert check_plan(plan) == ()
 
