@@ -246,7 +246,7 @@ def test_no_split_leaves_tensors_whole(trace: str, tmp_path: Path, capsys: Captu
     data = json.loads(machine.read_text())
     data["hardware"]["device_port"] = None  # storage on lanes of its own
     machine.write_text(json.dumps(data))
-    arguments = ["plan", trace, "--hardware", str(machine), "--device-budget", "50%"]
+    arguments = ["plan", trace, "--hardware", str(machine), "--device-budget", "42%"]
     for option, expected in ((["--no-split"], False), ([], True)):
         assert main([*arguments, "-o", str(plan), *option]) == 0
         assert any(m.host_bytes for m in read_plan(plan).migrations) is expected
