@@ -14,7 +14,10 @@ from teraplan.memory_curve import device_curve, least_budget, peak, tier_curve
 from teraplan.plan import Migration, Plan
 from teraplan.planners import make_plan
 from teraplan.planners.base import LEAST_PART_BYTES, PAGE_BYTES, Problem
+from teraplan.planners.baselines import plan_on_demand
 from teraplan.planners.coarse import coarsen
+from teraplan.planners.tier_split import split_between_tiers
+from teraplan.planners.victims import farthest_use
 from teraplan.relaxation import relaxed_bound_ns
 from teraplan.report.critical_path import critical_path
 from teraplan.report.plan_changes import changes_text, plan_changes
@@ -341,12 +344,18 @@ def test_a_group_is_split_into_its_members() -> None:
         assert sum(m.host_bytes > 0 for m in moved) <= 1
 
 
-@pytest.mark.slow
 def test_a_coarse_plan_with_splits_holds() -> None:
-    trace = gpt_trace(110)
-    plan = make_plan(trace, machine(6.0, host=12.0), budgets(between(trace, 0.05)))
-    assert splits(plan)
+    trace, hardware = gpt_trace(12, layer_ns=5_000_000), machine(6.0, host=12.0)
+    limit = budgets(between(trace, 0.1))
+    coarse = coarsen(Problem.of(trace, hardware, limit), 100)
+    simulator = coarse.problem.simulator()
+    whole = plan_on_demand(coarse.problem, farthest_use)
+    assert {m.tier for m in whole} == {S}
+    found = split_between_tiers(coarse.problem, simulator, whole, 0)
+    assert simulator.run(found).step_ns < 0.8 * simulator.run(whole).step_ns
+    plan = plan_of(trace, hardware, limit, coarse.expand(found))
     assert check_plan(plan) == ()
+    assert splits(plan)
 
 
 # -- reports --------------------------------------------------------------------------------------
