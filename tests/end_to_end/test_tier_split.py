@@ -16,12 +16,17 @@ from teraplan.simulate import predict
 from teraplan.units import MIB
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 from tests.fakes.faulty_calls import Fault, injected
+from tests.fakes.slow_link import plan_with_slow_storage
 
 _MODEL = MLP(rows=65_536)
 PROGRAM = training(lambda: MLP(rows=65_536), _MODEL.batch, steps=7)
 """What it saves has 16 MiB each."""
 POOL = 10 * MIB
 """Of host memory: less than any of that."""
+
+
+SLOW = 200_000_000
+"""Bytes per second: each step waits for storage."""
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +44,12 @@ def moved_per_step(plan: Plan) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_pool_that_holds_a_part_of_a_tensor_is_used(reference: Run, tmp_path: Path) -> None:
-    limited = tight(PROGRAM, reference, 0.4, host_budget=POOL, report=str(tmp_path))
+def test_a_pool_that_holds_a_part_of_a_tensor_is_used(
+    reference: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan_with_slow_storage(monkeypatch, SLOW)
+    options = {"host_budget": POOL, "recompute": "never", "report": str(tmp_path)}
+    limited = tight(PROGRAM, reference, 0.4, **options)
     assert_same(reference, limited)
     plan = read_plan(tmp_path / "plan.json")
     require_valid(plan)
