@@ -224,7 +224,8 @@ class PlanMaker:
 def _require_possible_here(plan: Plan, path: str) -> None:
     for migration in plan.migrations:
         tensor = plan.trace.tensors[migration.tensor_id]
-        if migration.tier is Tier.HOST and tensor.kind is not TensorKind.ACTIVATION:
+        hosted = migration.tier is Tier.HOST or migration.host_bytes > 0
+        if hosted and tensor.kind is not TensorKind.ACTIVATION:
             raise UnsupportedError(
                 f"{path}: {tensor.name} goes to host memory in this plan, and training state goes "
                 "to storage only; plan again with a rule that says so"
