@@ -20,6 +20,7 @@ from teraplan.runtime.device import Arrival, Beside, Copy, Device
 from teraplan.runtime.inductor_memory import take_memory_from
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.pages import use_huge_pages, use_small_pages
+from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Record, Storage, StoreInfo, Transfer
 from teraplan.units import format_nbytes
 
@@ -61,7 +62,7 @@ class _Copy(Copy):
                 owner=source.untyped_storage(),
                 label=label,
             )
-        device.host_bytes += host_bytes
+        device.count_host(host_bytes)
         if self.hosted is not None:  # while storage writes the rest
             device.copy(self.hosted, source.narrow(0, 0, host_bytes), label, Direction.OUT)
 
@@ -78,7 +79,7 @@ class _Copy(Copy):
             self._device.storage.drop(self.record)
         if self.hosted is not None:
             self.hosted = None
-            self._device.host_bytes -= self.host_bytes
+            self._device.count_host(-self.host_bytes)
 
 
 class _Arrival(Arrival):
@@ -127,6 +128,7 @@ class CpuDevice(Device):
         self.name = f"cpu {platform.machine()}"
         self.host_budget_bytes = host_bytes
         self.host_bytes = 0
+        self.host_pool = PinnedPool(host_bytes, pin=None)
         self.storage = storage
         self._malloc = Malloc()
         self._malloc.keep_for_reuse()
@@ -151,7 +153,7 @@ class CpuDevice(Device):
         return Hardware(
             device=self.name,
             device_capacity_bytes=self.capacity_bytes(),
-            host_capacity_bytes=self.host_budget_bytes,
+            host_capacity_bytes=self.host_budget_bytes - self.host_pool.in_use_bytes,
             storage_capacity_bytes=storage.free_bytes + storage.bytes_in_use,
             host_link=host_link("cpu") if self.host_budget_bytes else None,
             storage_link=storage_link(directories, encrypt=storage.encrypts)
@@ -160,12 +162,11 @@ class CpuDevice(Device):
         )
 
     def capacity_bytes(self) -> int:
-        held = census.tensor_nbytes("cpu")
-        return held + int(process_memory.available_bytes() * _RESERVED_FRACTION)
+        return self._tensor_bytes() + int(process_memory.available_bytes() * _RESERVED_FRACTION)
 
     def state_bytes(self) -> int:
         beside = self._beside.total_bytes if self._beside is not None else 0
-        return max(0, census.tensor_nbytes("cpu") - beside)
+        return max(0, self._tensor_bytes() - beside)
 
     def measure_exactly(self) -> None:
         gc.collect()
@@ -273,6 +274,11 @@ class CpuDevice(Device):
 
     def close(self) -> None:
         self.storage.close()
+        self.host_pool.close()
+
+    def _tensor_bytes(self) -> int:
+        """Of all tensors but those over the host pool's own mappings, whose parts are tensors."""
+        return census.tensor_nbytes("cpu") - self.host_pool.mapped_bytes
 
     def _free_bytes(self) -> int:
         return self.pool.waiting_bytes + self._malloc.free_bytes()
@@ -313,16 +319,22 @@ class CpuDevice(Device):
             )
         )
 
+    def count_host(self, nbytes: int) -> None:
+        """Copies in the host tier take so much more; what is updated on the host has the rest."""
+        self.host_bytes += nbytes
+        self.host_pool.limit_bytes = self.host_budget_bytes - self.host_bytes
+
     def host_memory(self, nbytes: int, label: str) -> torch.Tensor | None:
         """Memory of the host tier, None for no bytes.
 
         Raises:
             StorageFullError: the tier has not so much left.
         """
-        if self.host_bytes + nbytes > self.host_budget_bytes:
+        taken = self.host_bytes + self.host_pool.in_use_bytes
+        if taken + nbytes > self.host_budget_bytes:
             raise StorageFullError(
                 f"{label}: the host tier has {format_nbytes(self.host_budget_bytes)}, of which "
-                f"{format_nbytes(self.host_bytes)} are taken; {format_nbytes(nbytes)} do not fit; "
+                f"{format_nbytes(taken)} are taken; {format_nbytes(nbytes)} do not fit; "
                 "raise host_budget"
             )
         return torch.empty(nbytes, dtype=torch.uint8) if nbytes else None

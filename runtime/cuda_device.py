@@ -36,6 +36,7 @@ from teraplan.runtime.cuda_log import DeviceLog, Trip
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event
 from teraplan.runtime.device import Arrival, Copy, Device
 from teraplan.runtime.event_waiter import EventWaiter
+from teraplan.runtime.host_lane import HostLane, StreamLane
 from teraplan.runtime.host_tier import HostTier
 from teraplan.runtime.links import host_link, storage_link
 from teraplan.runtime.pinned_pool import PinnedPool, wait_until
@@ -59,6 +60,8 @@ _WORTH_EMPTYING_BYTES = 64 * MIB
 
 class CudaDevice(Device):
     """One GPU."""
+
+    has_host_beside = True
 
     def __init__(
         self,
@@ -89,6 +92,7 @@ class CudaDevice(Device):
             unpin=cuda.unpin,
             granule_bytes=_HOST_GRANULE_BYTES,
         )
+        self.host_pool = self.pool
         self._waiters = EventWaiter("teraplan-to-host"), EventWaiter("teraplan-from-host")
         # One engine of the device serves each direction: copies of both tiers share its stream.
         self._streams = (
@@ -115,7 +119,8 @@ class CudaDevice(Device):
 
     def hardware(self) -> Hardware:
         directories = [store.directory for store in self.storage.stores if store.in_use]
-        host_bytes = int(self.pool.limit_bytes * _HOST_CAPACITY_FRACTION)
+        free_bytes = self.pool.limit_bytes - self.pool.in_use_bytes
+        host_bytes = int(free_bytes * _HOST_CAPACITY_FRACTION)
         return Hardware(
             device=self.name,
             device_capacity_bytes=self.capacity_bytes(),
@@ -160,6 +165,9 @@ class CudaDevice(Device):
 
     def attach(self) -> None:
         """Inductor's code for a GPU takes its memory from the allocator that is counted here."""
+
+    def open_lane(self) -> HostLane:
+        return StreamLane(self.cuda)
 
     # -- time ----------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ import torch
 
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import TransferRecord
+from teraplan.runtime.host_lane import HostLane, PlainLane
+from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, StoreInfo
 
 
@@ -83,11 +85,19 @@ class Device(ABC):
     """True if parameters, gradients and optimizer state can leave it."""
     recomputes = False
     """True if saved activations can be computed again on it."""
+    has_host_beside = False
+    """True if the host's cores and memory are not the device's own."""
 
     name: str
     type: str
     """As in `torch.device(type)`."""
     storage: Storage
+    host_pool: PinnedPool
+    """Host memory for what is updated on the host's cores; part of the host budget."""
+
+    def open_lane(self) -> HostLane:
+        """Copies of gradients to the host's cores, and of parameters back."""
+        return PlainLane()
 
     def keeps_beside(self, beside: Beside) -> None:
         """Leave the memory of `beside` out of all figures but `peak_bytes`."""

@@ -233,6 +233,6 @@ def _require_possible_here(plan: Plan, path: str) -> None:
     if plan.host_updates:
         raise UnsupportedError(
             f"{path}: {len(plan.host_updates)} updates run on the host's cores in this plan; plans "
-            "can be made and simulated so, but the optimizer's step here runs where its parameters "
-            "are. Plan again for a machine without host_cores"
+            "can be made and simulated so, but are not replayed. Plan again for a machine without "
+            "host_cores; here the option host_updates has updates run on the host"
         )

@@ -14,9 +14,8 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.config import Config
@@ -35,6 +34,7 @@ from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.feedback import HEADROOM_FRACTION, learn
+from teraplan.runtime.optimizer_watch import watch_optimizers
 from teraplan.runtime.plan_maker import PlanMaker
 from teraplan.runtime.planned_step import run_record
 from teraplan.runtime.recompute import CompiledRecipe
@@ -42,6 +42,7 @@ from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.report_files import ReportFiles
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.session_status import status_of
+from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.status import Status
 from teraplan.units import format_nbytes
@@ -75,6 +76,7 @@ class Session:
         self.device = device
         self.engine = Engine(device)
         self.keeper = StateKeeper(config, device)
+        self.host_updates = HostUpdates(config, device, self.keeper)
         self.tables: dict[str, GraphTable] = {}
         self.cases: dict[CaseKey, Case] = {}
         self.active: Case | None = None
@@ -97,8 +99,10 @@ class Session:
         self._num_stores = len(device.stores())
         self.reports = ReportFiles(config.report)
         self.plans = PlanMaker(config, device, self.reports)
-        self._hook = register_optimizer_step_post_hook(_after_optimizer(weakref.ref(self)))
-        self._finalizer = weakref.finalize(self, _close, device, self._hook, self.keeper)
+        self._hook = watch_optimizers(self)
+        self._finalizer = weakref.finalize(
+            self, _close, device, self._hook, self.keeper, self.host_updates
+        )
 
     # -- what compiled graphs tell -------------------------------------------------------------
 
@@ -107,6 +111,7 @@ class Session:
         self._compiles += 1
         self.keeper.meet(inputs)
         self.engine.take_state(self.keeper.state)
+        self.host_updates.meet(inputs)
         return self.keeper.moves
 
     def optimizer_stepped(self) -> None:
@@ -128,7 +133,7 @@ class Session:
             self._fall_back(self.keeper.refusal)
         budget = self.config.device_budget
         if self.engine.recorder is None and budget is not None and budget.nbytes is not None:
-            self._forecast.refresh((), update_bytes=self.keeper.update_bytes)
+            self._refresh_forecast(())
             self._forecast.refuse_hopeless(budget.nbytes)
         self._called = True
 
@@ -213,7 +218,11 @@ class Session:
             self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
-            self._forecast.refresh(self.tables.values(), update_bytes=self.keeper.update_bytes)
+            self._refresh_forecast(self.tables.values())
+            if self.host_updates.wanted and self.steps == 0:
+                over_bytes = self._forecast.enough_bytes - self.device_budget_bytes()
+                self.host_updates.expect(over_bytes)
+                self._refresh_forecast(())
             self._refuse_hopeless_budget()
         if self.steps == 0:
             log.info("%s", self._first_words())
@@ -347,6 +356,10 @@ class Session:
             budget -= case.reserve_bytes
         return budget + case.memory.overhead_bytes, _headroom_bytes(budget)
 
+    def _refresh_forecast(self, tables: Iterable[GraphTable]) -> None:
+        self._forecast.refresh(tables, update_bytes=self.keeper.update_bytes)
+        self._forecast.future_state_bytes -= self.host_updates.missing_bytes()
+
     def _refuse_hopeless_budget(self) -> None:
         """Fail before any computation if state and the largest operation alone are too much."""
         budget = self.device_budget_bytes()
@@ -385,18 +398,10 @@ def _headroom_bytes(budget_bytes: int) -> int:
     return int(budget_bytes * HEADROOM_FRACTION) + _HEADROOM_BYTES
 
 
-def _after_optimizer(session: "weakref.ref[Session]") -> Callable[..., None]:
-    """What torch calls after every `Optimizer.step`; keeps no session alive."""
-
-    def after(*_: object) -> None:
-        alive = session()
-        if alive is not None:
-            alive.optimizer_stepped()
-
-    return after
-
-
-def _close(device: Device, hook: RemovableHandle, keeper: StateKeeper) -> None:
+def _close(
+    device: Device, hook: RemovableHandle, keeper: StateKeeper, host_updates: HostUpdates
+) -> None:
     hook.remove()
+    host_updates.close()
     keeper.close()
     device.close()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from teraplan.run_record import Direction, RunRecord, TransferRecord
+from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage.disk_counters import disk_counters
 from teraplan.status import Status, StoreStatus
@@ -24,7 +25,7 @@ def status_of(session: "Session") -> Status:
     slots = sum(slot.nbytes for t in session.tables.values() for slot in t.slots)
     left = [item for t in session.tables.values() for item in t.uncovered]
     uncovered = sum(nbytes for _, nbytes, _ in left)
-    recorder = session.engine.recorder
+    recorder, host_updates = session.engine.recorder, session.host_updates
     status = {
         "phase": _phase(session),
         "steps": session.steps,
@@ -40,12 +41,19 @@ def status_of(session: "Session") -> Status:
         "endurance_used": _endurance_used(session),
         "fallbacks": tuple(
             dict.fromkeys(
-                (*session.fallbacks, *session.device.fallbacks, *session.keeper.fallbacks)
+                (
+                    *session.fallbacks,
+                    *session.device.fallbacks,
+                    *session.keeper.fallbacks,
+                    *host_updates.placement.fallbacks,
+                )
             )
         ),
     }
     if session.keeper.state is not None:
         status |= _of_state(session.keeper.state)
+    if host_updates.wanted:
+        status |= _of_host_updates(host_updates)
     if case is not None and case.runs:
         status |= _waits(case.runs[-1])
     if planned:
@@ -64,6 +72,15 @@ def _of_state(state: TrainingState) -> dict[str, object]:
         "state_written_bytes": state.last_step.written_bytes,
         "state_read_bytes": state.last_step.read_bytes,
         "state_wait_ns": state.last_step.waited_ns,
+    }
+
+
+def _of_host_updates(host_updates: HostUpdates) -> dict[str, object]:
+    return {
+        "host_state_bytes": host_updates.placement.state.nbytes,
+        "host_updates": host_updates.last.num_updates,
+        "host_update_ns": host_updates.last.busy_ns,
+        "host_wait_ns": host_updates.last.waited_ns,
     }
 
 

@@ -118,6 +118,10 @@ class Config:
     training_state: Literal["auto", "moves", "stays"] = "auto"
     """Whether parameters, gradients and optimizer state may leave the device. "auto": where they
     would take more than a device budget given in bytes."""
+    host_updates: Literal["never", "auto"] | float = "never"
+    """Whether parameters are updated on the host's cores, their optimizer state in host memory
+    within `host_budget`. "auto": where the state does not fit on the device otherwise, and where
+    the update is faster so. A number above 0, at most 1: this part of the parameters' bytes."""
     recompute: Literal["auto", "never"] = "never"
     """Whether saved activations may be computed again in the backward: "auto": where a plan is
     predicted to be faster so, and every bit is equal."""
@@ -145,6 +149,12 @@ class Config:
             raise ConfigError(
                 f'plan "{self.plan}" is replayed as it is, so policy "{self.policy}" would not be '
                 'used; set plan to "auto" or leave policy out'
+            )
+        in_percent = self.host_budget is not None and self.host_budget.nbytes is None
+        if self.host_updates != "never" and in_percent:
+            raise ConfigError(
+                f"host_budget {self.host_budget} is of a step that is measured after host_updates "
+                'have begun; set host_budget to a size, or host_updates to "never"'
             )
 
     @classmethod
@@ -246,6 +256,21 @@ def _one_of(*words: str) -> Callable[[object], str]:
     return parse
 
 
+def _host_updates(value: object) -> object:
+    if value in ("never", "auto"):
+        return value
+    text = value.strip() if isinstance(value, str) else value
+    if isinstance(text, str):
+        percent = _PERCENT.fullmatch(text)
+        try:
+            text = float(percent[1]) / 100 if percent else float(text)
+        except ValueError:
+            text = None
+    if isinstance(text, bool) or not isinstance(text, (int, float)) or not 0 < text <= 1:
+        raise ConfigError('expected never, auto, or a share such as 0.5 or "50%"')
+    return float(text)
+
+
 def _flag(value: object) -> bool:
     if isinstance(value, str):
         value = _WORDS.get(value.strip().lower())
@@ -280,6 +305,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "policy": _policy,
     "kernels": _one_of("inductor", "aot_eager"),
     "training_state": _one_of("auto", "moves", "stays"),
+    "host_updates": _host_updates,
     "recompute": _one_of("auto", "never"),
     "strict": _flag,
     "report": _report,

@@ -12,6 +12,7 @@ TeraplanError
 │   ├── StorageUnusableError        missing, read-only, not private, or not on a disk
 │   └── IntegrityError              the bytes that came back are not the bytes that left
 ├── DeadlineError (TimeoutError)    a wait took longer than its deadline; names what it waited for
+├── HostUpdateError                 an update on the host's cores failed; names it and why
 ├── UnsupportedError                the program does what this backend cannot do correctly
 └── FallbackRefusedError            `strict` is set and something would fall back
 
@@ -73,6 +74,10 @@ class IntegrityError(StorageError):
 
 class DeadlineError(TeraplanError, TimeoutError):
     """A wait took longer than its deadline."""
+
+
+class HostUpdateError(TeraplanError):
+    """An update on the host's cores failed; the cause is the error of the optimizer's own step."""
 
 
 class UnsupportedError(TeraplanError):

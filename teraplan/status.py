@@ -72,6 +72,14 @@ class Status:
     state_read_bytes: int = -1
     state_wait_ns: int = -1
     """Waits for them in the last step."""
+    host_state_bytes: int = -1
+    """Optimizer state in host memory, of parameters that are updated there; -1: none may be."""
+    host_updates: int = 0
+    """Parameters that the host's cores have updated in the last step of an optimizer."""
+    host_update_ns: int = -1
+    """That took so long, copies not counted."""
+    host_wait_ns: int = -1
+    """From the end of the device's part of that step to the end of the host's."""
     diverged_steps: int = 0
     """Steps that did something else than was planned, and went on without a plan."""
     stores: tuple[StoreStatus, ...] = ()
@@ -112,6 +120,12 @@ class Status:
                 f" / {_bytes(self.moving_state_budget_bytes)}",
                 f"  written / read per step    {_bytes(self.state_written_bytes)}"
                 f" / {_bytes(self.state_read_bytes)}, waits {_time(self.state_wait_ns)}",
+            ]
+        if self.host_state_bytes >= 0:
+            lines += [
+                f"  optimizer state on host    {_bytes(self.host_state_bytes)}",
+                f"  updates on host            {self.host_updates} in {_time(self.host_update_ns)}"
+                f", {_time(self.host_wait_ns)} longer than the device's part",
             ]
         for s in self.stores:
             lines.append(f"  store {s.directory}: {s.path} on {s.file_system}")

@@ -43,11 +43,13 @@ def is_detached(optimizer: Optimizer) -> bool:
     return _wishes.get(optimizer) is False
 
 
-def refuse_by_name(optimizer: Optimizer) -> None:
+def refuse_by_name(
+    optimizer: Optimizer, *, where: str = "where the training state moves", remedy: str = REMEDY
+) -> None:
     """Raise an UnsupportedError if it is known to update all parameters together."""
     name = type(optimizer).__name__
     if any(kind.__name__ in _NOT_PER_PARAMETER for kind in type(optimizer).__mro__):
         raise UnsupportedError(
-            f"{name} updates all parameters together, which is not possible in buckets where the "
-            f"training state moves; {REMEDY}"
+            f"{name} updates all parameters together, which is not possible in buckets {where}; "
+            f"{remedy}"
         )

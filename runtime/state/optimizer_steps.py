@@ -7,13 +7,10 @@ the bucket's parameters, so the arithmetic is its own. This is exact for every o
 updates each parameter by itself.
 """
 
-import sys
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -23,14 +20,16 @@ from torch.utils.hooks import RemovableHandle
 from teraplan.errors import UnsupportedError
 from teraplan.runtime.census import states_per_parameter
 from teraplan.runtime.state import attachment
+from teraplan.runtime.state.host_state import is_updated_on_host
 from teraplan.runtime.state.per_parameter import plain_step, updates_each_by_itself
-from teraplan.runtime.state.stand_in import (
-    Values,
-    equal,
-    is_stand_in,
-    stand_in,
-    take_over,
-    values_beside_state,
+from teraplan.runtime.state.stand_in import Values, equal, stand_in, take_over, values_beside_state
+from teraplan.runtime.state.step_hooks import (
+    called_once,
+    calling,
+    is_nested,
+    parameters_of,
+    put_innermost,
+    steps_another,
 )
 from teraplan.runtime.state.training_state import TrainingState
 
@@ -70,7 +69,7 @@ class OptimizerSteps:
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._draws_nothing: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose last step has used no random numbers."""
-        hook = _calling(weakref.ref(self), "_before_hooks")
+        hook = calling(weakref.ref(self), "_before_hooks")
         self._hook = torch_optimizer.register_optimizer_step_pre_hook(hook)
         _alive.add(self)
 
@@ -86,44 +85,43 @@ class OptimizerSteps:
     def take_in(self, optimizer: Optimizer) -> None:
         """Take the state that the optimizer has now, and its parameters if it is attached."""
         if self._is_to_run(optimizer):
-            self._adopt(optimizer, _parameters(optimizer))
+            self._adopt(optimizer, parameters_of(optimizer))
 
     # -- hooks -----------------------------------------------------------------------------------
 
     def _before_hooks(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401
         """Let ours be the last hook before and the first after, if the optimizer updates ours."""
-        if _is_nested(optimizer):
+        if is_nested(optimizer):
             return
         self._state.arena.user_may_have_run()
         self._end(optimizer)
         if not self._is_to_run(optimizer):
             self._unhook(optimizer)
-            if any(self._is_ours(p) for p in _parameters(optimizer)):
+            if any(self._is_ours(p) for p in parameters_of(optimizer)):
                 self._state.stepped()
             return
         if optimizer not in self._handles:
             self._handles[optimizer] = self._hooked(optimizer)
         before_handle, after_handle, _ = self._handles[optimizer]
-        _ordered(optimizer._optimizer_step_pre_hooks).move_to_end(before_handle.id)
-        _ordered(optimizer._optimizer_step_post_hooks).move_to_end(after_handle.id, last=False)
+        put_innermost(optimizer, before_handle, after_handle)
 
     def _is_to_run(self, optimizer: Optimizer) -> bool:
         """True if the optimizer's step is to run in buckets; an attached one's parameters are ours.
 
         An optimizer that steps another one is left alone; that other one is not.
         """
-        if attachment.is_detached(optimizer) or _steps_another(optimizer):
+        if attachment.is_detached(optimizer) or steps_another(optimizer):
             return False
-        ours = any(self._is_ours(p) for p in _parameters(optimizer))
+        ours = any(self._is_ours(p) for p in parameters_of(optimizer))
         if attachment.is_attached(optimizer) and (ours or list(_alive) == [self]):
-            others = [p for p in _parameters(optimizer) if not self._is_ours(p)]
+            others = [p for p in parameters_of(optimizer) if not self._is_ours(p)]
             self._state.adopt_parameters(others)
             return True
         return ours
 
     def _hooked(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
         names = ("_before", "_after", "take_in")
-        before, after, loaded = (_calling(weakref.ref(self), name) for name in names)
+        before, after, loaded = (calling(weakref.ref(self), name) for name in names)
         return (
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
@@ -136,18 +134,18 @@ class OptimizerSteps:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Run all buckets but one, and leave that one to the call that the user has made."""
-        if _is_nested(optimizer):
+        if is_nested(optimizer):
             return None
         attachment.refuse_by_name(optimizer)
         self._state.arena.user_may_have_run()
-        args, kwargs = _called_once(args, kwargs)
+        args, kwargs = called_once(args, kwargs)
         self._state.arena.user_may_have_run()  # a closure may end with anything, such as clipping
         self._try(optimizer, args[1:], kwargs)
         step = _Step(args[0], torch.get_rng_state())
         self._steps[optimizer] = step
         try:
-            buckets = self._buckets(optimizer)
-            self._make_room(TEMPORARIES * max(p.nbytes for p in _parameters(optimizer)))
+            buckets = self._buckets(optimizer, step.optimizer)
+            self._make_room(TEMPORARIES * max(p.nbytes for p in parameters_of(optimizer)))
             self._run(step, buckets[:-1], args[1:], kwargs)
             step.bucket = self._bring(step, buckets[-1])
         except BaseException:
@@ -156,7 +154,7 @@ class OptimizerSteps:
         return (step.bucket, *args[1:]), kwargs
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if _is_nested(optimizer) or optimizer not in self._steps:
+        if is_nested(optimizer) or optimizer not in self._steps:
             return
         step = self._steps[optimizer]
         assert step.bucket is not None
@@ -178,7 +176,7 @@ class OptimizerSteps:
         self._state.stepped()
         step.using.close()
         if step.bucket is not None:
-            self._adopt(step.bucket, _parameters(step.bucket))
+            self._adopt(step.bucket, parameters_of(step.bucket))
         self._state.end_expecting()
 
     # -- buckets ---------------------------------------------------------------------------------
@@ -205,7 +203,7 @@ class OptimizerSteps:
             made = self._bring(step, bucket)
             plain_step(made)(made, *args, **kwargs)
             step.using.close()
-            self._adopt(made, _parameters(made))
+            self._adopt(made, parameters_of(made))
             self._state.end_expecting()
             self._compare(step, made)
 
@@ -223,7 +221,7 @@ class OptimizerSteps:
     def _bring(self, step: _Step, bucket: set[int]) -> Optimizer:
         """The optimizer with this bucket alone, all of whose tensors are in memory."""
         made = stand_in(step.optimizer, bucket)
-        tensors = _tensors(made, _parameters(made))
+        tensors = _tensors(made, parameters_of(made))
         self._state.expect(
             sum(_missing_bytes(made).values()), temporary_bytes=_temporary_bytes(made)
         )
@@ -232,17 +230,23 @@ class OptimizerSteps:
 
     def _adopt(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
+            if is_updated_on_host(parameter):
+                continue
             if self._is_ours(parameter) and parameter in optimizer.state:
                 self._state.adopt_state(optimizer.state[parameter])
 
-    def _buckets(self, optimizer: Optimizer) -> list[set[int]]:
+    def _buckets(self, optimizer: Optimizer, left: Optimizer) -> list[set[int]]:
         """Identities of the parameters of each bucket, those of the last layers first.
 
         What the next forward needs first is then used last, and still in memory. A bucket takes as
         much as the largest parameter does: that has to fit in any case, and it is the same in every
         step, whatever memory there is.
+
+        Args:
+            optimizer: the user's.
+            left: it, or a stand-in with those of its parameters that are left to be updated.
         """
-        parameters = list(_parameters(optimizer))
+        parameters = list(parameters_of(left))
         missing = _missing_bytes(optimizer)
         if not self._order_matters(optimizer):
             parameters.reverse()
@@ -263,7 +267,7 @@ class OptimizerSteps:
 
     def _order_matters(self, optimizer: Optimizer) -> bool:
         """True where state is made, random numbers are drawn, or one memory is updated twice."""
-        updated = [p for p in _parameters(optimizer) if p.grad is not None]
+        updated = [p for p in parameters_of(optimizer) if p.grad is not None]
         dense = [p for p in updated if p.layout == torch.strided]
         memories = {p.untyped_storage().data_ptr() for p in dense}
         return (
@@ -276,45 +280,6 @@ class OptimizerSteps:
         return (
             parameter.layout == torch.strided and self._state.arena.block_of(parameter) is not None
         )
-
-
-def _ordered(hooks: object) -> "OrderedDict[int, Any]":
-    assert isinstance(hooks, OrderedDict), "torch keeps hooks in the order of their registration"
-    return hooks
-
-
-def _is_nested(optimizer: Optimizer) -> bool:
-    """True within a step that a step of the same optimizer has called: of a base class, or ours."""
-    if is_stand_in(optimizer):
-        return True
-    depth = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _STEP_WITH_HOOKS and frame.f_locals.get("self") is optimizer:
-            depth += 1
-        frame = frame.f_back
-    return depth > 1
-
-
-_STEP_WITH_HOOKS = next(
-    constant
-    for constant in Optimizer.profile_hook_step.__code__.co_consts
-    if isinstance(constant, CodeType)
-)
-"""Code of the function that torch puts around every optimizer's `step`."""
-
-
-def _steps_another(optimizer: Optimizer) -> bool:
-    """True for one around another, such as Lookahead: what is moved is that other one's."""
-    return any(
-        isinstance(value, Optimizer) and value is not optimizer
-        for value in vars(optimizer).values()
-    )
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _tensors(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -345,34 +310,6 @@ def _temporary_bytes(optimizer: Optimizer) -> int:
     several = (group["params"] for group in optimizer.param_groups if group.get("foreach"))
     nbytes: int = TEMPORARIES * sum(p.nbytes for parameters in several for p in parameters)
     return nbytes
-
-
-def _called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The step's arguments (the optimizer first) with the closure called, and its result kept."""
-    kwargs = dict(kwargs)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        return args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-
-    def again() -> object:
-        return loss
-
-    if "closure" in kwargs:
-        kwargs["closure"] = again
-        return args, kwargs
-    return (*args[:1], again, *args[2:]), kwargs
-
-
-def _calling(owner: "weakref.ref[OptimizerSteps]", method: str) -> Callable[..., Any]:
-    """A hook that keeps its owner alive no longer than others do."""
-
-    def hook(*args: Any) -> Any:  # noqa: ANN401
-        alive = owner()
-        return getattr(alive, method)(*args) if alive is not None else None
-
-    return hook
 
 
 _alive: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()

@@ -14,11 +14,17 @@ from typing import Any
 
 import torch
 
-from teraplan.runtime.state.stand_in import has_tensors_in_containers, stand_in
+from teraplan.runtime.state.stand_in import (
+    has_tensors_in_containers,
+    stand_in,
+    values_to_host,
+)
 
 Optimizer = torch.optim.Optimizer
 
 _LOUDER = 1e4
+_TRIED_ON = "cpu"
+"""Copies of two parameters are in host memory, whatever the device: no memory of it is needed."""
 
 
 def updates_each_by_itself(
@@ -49,6 +55,24 @@ def updates_each_by_itself(
         torch.set_rng_state(random)
 
 
+def draws_random_numbers(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True if an update uses random numbers; tried on a copy of a small parameter.
+
+    False without a trial for optimizers of torch, none of which does.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    random = torch.get_rng_state()
+    try:
+        for number, group in enumerate(optimizer.param_groups):
+            found = sorted(_with_gradients(group), key=lambda p: p.nbytes)[:1]
+            if found:
+                _updated(optimizer, number, found, found[0], args, kwargs)
+        return not torch.equal(random, torch.get_rng_state())
+    finally:
+        torch.set_rng_state(random)
+
+
 def _with_gradients(group: dict[str, Any]) -> list[torch.Tensor]:
     return [
         p
@@ -75,13 +99,16 @@ def _updated(
     for parameter, twin in twins.items():
         assert parameter.grad is not None
         louder = 1.0 if parameter is target else _LOUDER
-        twin.grad = parameter.grad.detach() * louder
+        twin.grad = parameter.grad.detach().to(_TRIED_ON) * louder
         if parameter in optimizer.state:
             made.state[twin] = {
-                name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+                name: value.to(_TRIED_ON, copy=True)
+                if isinstance(value, torch.Tensor)
+                else copy.copy(value)
                 for name, value in optimizer.state[parameter].items()
             }
     made.param_groups[group]["params"] = list(twins.values())
+    values_to_host(made)
     plain_step(made)(made, *args, **kwargs)
     changed = [twins[target], *made.state.get(twins[target], {}).values()]
     tensors = [t.detach().contiguous() for t in changed if isinstance(t, torch.Tensor)]
@@ -89,7 +116,7 @@ def _updated(
 
 
 def _twin(parameter: torch.Tensor) -> torch.Tensor:
-    twin = parameter.detach().clone()
+    twin = parameter.detach().to(_TRIED_ON, copy=True)
     if isinstance(parameter, torch.nn.Parameter):
         return torch.nn.Parameter(twin, requires_grad=parameter.requires_grad)
     return twin.requires_grad_(parameter.requires_grad)

@@ -9,7 +9,7 @@ was before the first.
 """
 
 import weakref
-from collections.abc import Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -67,10 +67,30 @@ def take_over(optimizer: Optimizer, made: Optimizer) -> None:
         _write(group, values, {"params"})
 
 
+def values_to_host(made: Optimizer) -> None:
+    """Let what a stand-in has beside parameters and `state` be in host memory."""
+    for values in (vars(made), *made.param_groups):
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and not value.is_cpu:
+                values[name] = value.cpu()
+
+
 def has_tensors_in_containers(optimizer: Optimizer) -> bool:
     """True if it keeps something of its parameters in containers of its own."""
     values = _attributes(optimizer).values()
     return any(not _is_plain(v) and not isinstance(v, torch.Tensor) for v in values)
+
+
+def keeps_tensors_beside_state(optimizer: Optimizer) -> bool:
+    """True if containers of its own have tensors in them, which are its parameters' perhaps."""
+    return any(_contains_tensors(value) for value in _attributes(optimizer).values())
+
+
+def _contains_tensors(value: object) -> bool:
+    if isinstance(value, torch.Tensor) or not isinstance(value, (list, tuple, Set, Mapping)):
+        return False
+    inner = [*value, *(value.values() if isinstance(value, Mapping) else ())]
+    return any(isinstance(item, torch.Tensor) or _contains_tensors(item) for item in inner)
 
 
 def _write(target: dict[str, Any], source: dict[str, Any], left_out: Set[str]) -> None:
@@ -121,7 +141,7 @@ def _items(container: "Collection[object]") -> Iterator[object]:
 
 def _is_equal(first: object, second: object) -> bool:
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return torch.equal(first, second)
+        return torch.equal(first.cpu(), second.cpu())
     if _is_plain(first) and _is_plain(second):
         return bool(first == second) or bool(first != first and second != second)
     return _is_plain(first) == _is_plain(second)

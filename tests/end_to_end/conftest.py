@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from teraplan import backend
+from teraplan.runtime.state import host_choice
 from teraplan.runtime.storage import default_directory
 
 
@@ -52,3 +53,9 @@ def disk() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="teraplan-test-", dir=default_directory()))
     yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates on the host have several buckets in each step, which take turns in two slots."""
+    monkeypatch.setattr(host_choice, "BUCKET_BYTES", 200_000)

@@ -7,6 +7,7 @@ threads. The computation runs on the host, so a stream that it must not overtake
 import ctypes
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,14 @@ from bench.models import convnet, gpt
 from teraplan import backend
 from teraplan.config import Config
 from teraplan.hardware import Hardware
+from teraplan.planners.update_share import UpdateRates
 from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.state import host_choice, host_rates
+from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
+from tests.end_to_end import hosting, moving
 from tests.end_to_end.training import Program, assert_same, tight, training, unlimited
 from tests.fakes.fake_cuda import FakeCuda, HostStream
 
@@ -116,3 +121,69 @@ def test_convnet(tiers: str) -> None:
         lambda: convnet.build(config), lambda step: convnet.batch(config, 64, step), steps=6
     )
     compare(program, tiers)
+
+
+@pytest.fixture
+def _much_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions get a CudaPath with host memory, and several buckets of updates there."""
+
+    def open_device(config: Config, device_type: str) -> CudaPath:
+        return CudaPath(Storage.open([default_directory()]), STAGING + 64 * MIB)
+
+    monkeypatch.setattr(backend, "open_device", open_device)
+    monkeypatch.setattr(host_choice, "BUCKET_BYTES", 200_000)
+
+
+@pytest.mark.usefixtures("_much_host_memory")
+@pytest.mark.parametrize("make", [moving.adamw, pytest.param(moving.sgd, marks=pytest.mark.slow)])
+def test_updates_on_the_host(make: moving.Optimizers) -> None:
+    """Gradients and parameters travel on streams of their own, beside the device's updates."""
+    program = moving.training(make, accumulate=2, clip=0.01)
+    hosting.check(program, share=1.0, updates=6, host_budget=None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_much_host_memory")
+def test_updates_on_the_host_under_a_tight_budget() -> None:
+    program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=6)
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.5, host_updates=0.5)
+    assert_same(reference, limited)
+    assert limited.final.bytes_out
+    assert limited.final.host_updates > 1
+
+
+@pytest.mark.usefixtures("_much_host_memory")
+def test_rates_decide_what_the_host_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With places of equal speed half of the bytes; measured once there is state."""
+    measured: list[UpdateRates] = []
+    measure = host_rates.measure
+
+    def equal(*args: Any, **kwargs: Any) -> UpdateRates:  # noqa: ANN401
+        measured.append(measure(*args, **kwargs))
+        return UpdateRates(device_bytes_per_s=1e6, host_bytes_per_s=1e6)
+
+    monkeypatch.setattr(host_rates, "measure", equal)
+    program = moving.training(moving.adamw)
+    reference = hosting.plain(program)
+    found = hosting.hosted(program, share="auto", host_budget=None)
+    assert_same(reference, found)
+    assert [s.host_updates for s in found.statuses] == [0] + [4] * (len(found.statuses) - 1)
+    (rates,) = measured
+    assert 1e7 < rates.device_bytes_per_s < 1e13
+    assert 1e7 < rates.host_bytes_per_s < 1e13
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_much_host_memory")
+def test_state_that_does_not_fit_goes_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    expect = HostUpdates.expect
+    monkeypatch.setattr(HostUpdates, "expect", lambda self, _: expect(self, 700_000))
+    slow = UpdateRates(device_bytes_per_s=1e12, host_bytes_per_s=1e6)
+    monkeypatch.setattr(host_rates, "measure", lambda *_: slow)
+    program = moving.training(moving.adamw)
+    reference = hosting.plain(program)
+    found = hosting.hosted(program, share="auto", host_budget=None)
+    assert_same(reference, found)
+    assert {s.host_updates for s in found.statuses} == {3}
+    assert found.statuses[-1].host_state_bytes >= 700_000

@@ -292,3 +292,24 @@ def test_the_documented_options_are_the_options() -> None:
     assert all(variable == f"TERAPLAN_{name.upper()}" for name, variable, _ in rows)
     default = Config()
     assert [value for _, _, value in rows] == [repr(getattr(default, n)) for n in option_names()]
+
+
+@pytest.mark.parametrize(
+    ("value", "parsed"),
+    [("never", "never"), ("auto", "auto"), (0.5, 0.5), (1, 1.0), ("0.25", 0.25), ("40 %", 0.4)],
+)
+def test_host_updates(value: object, parsed: object) -> None:
+    assert Config.resolve({"host_updates": value}, {}).host_updates == parsed
+
+
+@pytest.mark.parametrize(
+    "value", [0, 1.5, -0.5, "much", True, None, "0%", "120%", float("nan"), []]
+)
+def test_wrong_host_updates(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"option host_updates: .* never, auto, or a share"):
+        Config.resolve({"host_updates": value}, {})
+
+
+def test_host_updates_need_a_host_budget_in_bytes() -> None:
+    with pytest.raises(ConfigError, match=r"host_budget 50% .* set host_budget to a size"):
+        Config.resolve({"host_updates": 0.5, "host_budget": "50%"}, {})

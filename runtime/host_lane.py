@@ -1,0 +1,132 @@
+"""Copies between the device and host memory for updates that run on the host's cores.
+
+    training thread   begin ---------------------------------------------- end
+    worker              out(gradient) -> wait -> update -> back(parameter)
+
+What the device was given before `begin` precedes every copy, and what it is given after `end`
+follows all of them. `out` and `back` are called by one thread, whose device memory lives until
+`end`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
+
+Wait = Callable[[], None]
+"""Returns when the bytes are there."""
+
+
+class HostLane(ABC):
+    """The way from the device to the host's cores and back."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """In the training thread: all that the device has been given comes first."""
+
+    @abstractmethod
+    def enter(self) -> None:
+        """In the thread that copies, before its first copy of a step."""
+
+    @abstractmethod
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Wait:
+        """Start copying device bytes to host memory, after copies back that were started before.
+
+        Args:
+            source: (nbytes,), uint8, on the device.
+            target: (nbytes,), uint8, on the host.
+        """
+
+    @abstractmethod
+    def back(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Start copying host bytes to device memory; `source` must live until `end`."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """In the training thread: what the device is given from now on comes after all copies."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until no copy is under way: host memory may be given back."""
+
+
+@final
+class PlainLane(HostLane):
+    """Where the device is the host itself: copies within memory."""
+
+    def begin(self) -> None:
+        """Nothing is queued anywhere."""
+
+    def enter(self) -> None:
+        """Any thread can copy."""
+
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Wait:
+        """Copy at once."""
+        target.copy_(source)
+        return _nothing
+
+    def back(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy at once."""
+        target.copy_(source)
+
+    def end(self) -> None:
+        """All copies have ended."""
+
+    def finish(self) -> None:
+        """All copies have ended."""
+
+
+@final
+class StreamLane(HostLane):
+    """Copies on a stream for each direction. Tested over emulated streams, not run on a GPU."""
+
+    def __init__(self, cuda: CudaRuntime) -> None:
+        self._cuda = cuda
+        self._out, self._back = cuda.new_stream(), cuda.new_stream()
+        self._computing: Stream | None = None
+
+    def begin(self) -> None:
+        """Let both streams wait for the computation."""
+        cuda = self._cuda
+        self._computing = cuda.current_stream()
+        ready = cuda.record(self._computing)
+        for stream in (self._out, self._back):
+            cuda.wait(stream, ready)
+
+    def enter(self) -> None:
+        """Make the device current in this thread."""
+        self._cuda.work_on(self._out)
+
+    def out(self, source: torch.Tensor, target: torch.Tensor) -> Wait:
+        """Queue the copy behind the copies back so far: they may read the same host memory."""
+        cuda = self._cuda
+        cuda.wait(self._out, cuda.record(self._back))
+        cuda.copy(target, source, self._out)
+        arrived: Event = cuda.record(self._out)
+        return arrived.synchronize
+
+    def back(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue the copy."""
+        self._cuda.copy(target, source, self._back)
+
+    def end(self) -> None:
+        """Let the computation wait for both streams."""
+        cuda = self._cuda
+        assert self._computing is not None, "begin comes first"
+        streams = {id(stream): stream for stream in (self._computing, cuda.current_stream())}
+        for side in (self._out, self._back):
+            event = cuda.record(side)
+            for stream in streams.values():
+                cuda.wait(stream, event)
+
+    def finish(self) -> None:
+        """Block until both streams are done."""
+        for stream in (self._out, self._back):
+            self._cuda.record(stream).synchronize()
+
+
+def _nothing() -> None:
+    """The bytes are there."""

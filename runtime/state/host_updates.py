@@ -1,0 +1,400 @@
+"""Updates of some parameters on the host's cores, at the same time as the others' on the device.
+
+    hooks of the user | host   b0 b1 b2 ...          | the user's own call: one parameter | hooks
+                      | device all others but one    |
+
+The chosen parameters' optimizer state lives in host memory; `optimizer.state` shows it there. In a
+step their gradients and values are copied to the host, updated by the optimizer's own arithmetic
+(`host_step`), and the values copied back. The step ends when both parts are done.
+
+Where the training state moves by pages, host and device are the same cores: then the host's part
+comes first, and `OptimizerSteps` does the rest in its buckets.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
+
+from teraplan.config import Config
+from teraplan.errors import TeraplanError, UnsupportedError
+from teraplan.runtime import census
+from teraplan.runtime.device import Device
+from teraplan.runtime.host_lane import PlainLane
+from teraplan.runtime.state import attachment, host_choice, host_rates
+from teraplan.runtime.state.host_placement import HostPlacement
+from teraplan.runtime.state.host_step import HostPlace, HostStep
+from teraplan.runtime.state.host_worker import HostWorker
+from teraplan.runtime.state.keeper import StateKeeper
+from teraplan.runtime.state.per_parameter import (
+    draws_random_numbers,
+    plain_step,
+    updates_each_by_itself,
+)
+from teraplan.runtime.state.stand_in import (
+    Values,
+    equal,
+    keeps_tensors_beside_state,
+    stand_in,
+    take_over,
+    values_beside_state,
+)
+from teraplan.runtime.state.step_hooks import (
+    called_once,
+    calling,
+    is_nested,
+    parameters_of,
+    put_in_order,
+    put_innermost,
+    steps_another,
+)
+
+log = logging.getLogger(__name__)
+
+Optimizer = torch.optim.Optimizer
+_WHERE = "some of which run on the host"
+_REMEDY = (
+    "call teraplan.detach(optimizer), which lets its step run as a whole on the device, or set "
+    'host_updates to "never"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """What the host did in the last step of an optimizer."""
+
+    num_updates: int = 0
+    """Parameters."""
+    busy_ns: int = 0
+    """That their updates took, copies not counted."""
+    waited_ns: int = 0
+    """From the end of the device's part to that of the host's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What is known of one optimizer, and of its step under way."""
+
+    handles: tuple[RemovableHandle, ...]
+    tried: bool = False
+    """Its step can be divided, or it is `refused`."""
+    refused: bool = False
+    measured: bool = False
+    """It has been decided how much is faster on the host."""
+    has_new_state: bool = False
+    """The host has made state that is not yet where a plain step would have it."""
+    left: Optimizer | None = None
+    """What the hooks before ours have left to be stepped, the user's or a stand-in for it."""
+    made: Optimizer | None = None
+    """What is left to the user's own call."""
+    values: list[Values] = field(default_factory=list[Values])
+    """What the parts that are done have left beside `state`."""
+
+
+class HostUpdates:
+    """The host's part of all optimizers that update parameters of one session's models."""
+
+    def __init__(self, config: Config, device: Device, keeper: StateKeeper) -> None:
+        self._config, self._device, self._keeper = config, device, keeper
+        wanted = config.host_updates != "never"
+        self._lane = device.open_lane() if wanted else PlainLane()
+        self.placement = HostPlacement(device, self._lane, strict=config.strict)
+        self.last = HostReport()
+        self._known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._tidied: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._worker = HostWorker(config.deadline_s)
+        self._broken: TeraplanError | None = None
+        self._needed_share = 0.0
+        self._hook: RemovableHandle | None = None
+        if wanted:
+            hook = calling(weakref.ref(self), "_before_hooks")
+            self._hook = torch_optimizer.register_optimizer_step_pre_hook(hook)
+
+    # -- what the session tells ------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> bool:
+        """False if nothing is ever updated on the host."""
+        return self._hook is not None
+
+    def meet(self, inputs: Iterable[object]) -> None:
+        """A graph with these inputs is about to be compiled."""
+        for value in inputs if self.wanted else ():
+            if isinstance(value, torch.nn.Parameter):
+                self.placement.ours[value] = True
+
+    def expect(self, over_bytes: int) -> None:
+        """The first step begins; the device lacks `over_bytes` for what cannot leave it otherwise.
+
+        The state that is to be on the host is chosen, and what of it exists goes there.
+        """
+        if not self.wanted:
+            return
+        optimizers = [o for o in census.optimizers() if self._is_to_run(o)]
+        whole = 0
+        for optimizer in optimizers:
+            states = host_choice.state_bytes(optimizer, host_choice.missing_bytes(optimizer))
+            whole += sum(states.values())
+        if self._device.has_host_beside and whole:
+            self._needed_share = min(1.0, max(0.0, over_bytes / whole))
+        for optimizer in optimizers:
+            self._meet_optimizer(optimizer)
+            if not keeps_tensors_beside_state(optimizer):
+                self.placement.place(optimizer, self._first_share)
+
+    def missing_bytes(self) -> int:
+        """Of state that does not exist yet, and will not be on the device."""
+        return self.placement.missing_bytes() if self._device.has_host_beside else 0
+
+    def close(self) -> None:
+        """Leave all optimizers alone from now on; state returns to the device."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._worker.close()
+        # At the end of the process the main thread counts as dead, and nobody needs the state.
+        needed = threading.main_thread().is_alive()
+        for optimizer in list(self._known) if needed else ():
+            try:
+                self._let_go(optimizer)
+            except torch.OutOfMemoryError as error:
+                log.warning("optimizer state stays in host memory: %s", error)
+        self.placement.close()
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _before_hooks(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        """Let ours be the last hook before the step, but for that of the state that moves."""
+        if is_nested(optimizer):
+            return
+        if not self._is_to_run(optimizer):
+            self._let_go(optimizer)
+            self._tidy(optimizer)
+            return
+        self._meet_optimizer(optimizer)
+        before, after, _ = self._known[optimizer].handles
+        put_innermost(optimizer, before, after)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Do all updates but one, and leave that one to the call that the user has made."""
+        known = self._known.get(optimizer)
+        if known is None or is_nested(optimizer):
+            return None
+        known.left, known.made = None, None
+        if self._broken is not None:
+            raise self._broken
+        args, kwargs = called_once(args, kwargs)
+        if not self._can_be_divided(optimizer, known, args[1:], kwargs):
+            return args, kwargs
+        share = max(self._first_share, self.placement.share_of(optimizer))
+        self.placement.place(optimizer, share)
+        self._tidy(optimizer)
+        left: Optimizer = args[0]
+        chosen = self.placement.to_update(optimizer, left)
+        if chosen:
+            made = self._run(optimizer, left, self._step(left, chosen, args[1:], kwargs))
+            return (made, *args[1:]), kwargs
+        return args, kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        known = self._known.get(optimizer)
+        if known is None or is_nested(optimizer):
+            return
+        left, made, known.left, known.made = known.left, known.made, None, None
+        if left is not None and made is not None:
+            found = values_beside_state(made)
+            if not all(equal(values, found) for values in known.values):
+                raise UnsupportedError(_not_by_itself(optimizer))
+            take_over(left, made)
+            if known.has_new_state:
+                known.has_new_state = False
+                put_in_order(optimizer)
+        if not known.measured and self._config.host_updates == "auto" and not known.refused:
+            self._measure(optimizer, known, args[1:], kwargs)
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """A state_dict was loaded: what belongs on the host goes there."""
+        self.placement.take_in(optimizer)
+
+    # -- optimizers ------------------------------------------------------------------------------
+
+    def _is_to_run(self, optimizer: Optimizer) -> bool:
+        if attachment.is_detached(optimizer) or steps_another(optimizer):
+            return False
+        parameters = list(parameters_of(optimizer))
+        is_ours = any(p in self.placement.ours for p in parameters)
+        if is_ours and attachment.is_attached(optimizer):
+            for parameter in parameters:
+                self.placement.ours[parameter] = True
+        return is_ours
+
+    def _meet_optimizer(self, optimizer: Optimizer) -> None:
+        if optimizer in self._known:
+            return
+        names = ("_before", "_after", "_loaded")
+        before, after, loaded = (calling(weakref.ref(self), name) for name in names)
+        self._known[optimizer] = _Known(
+            handles=(
+                optimizer.register_step_pre_hook(before),
+                optimizer.register_step_post_hook(after),
+                optimizer.register_load_state_dict_post_hook(loaded),
+            )
+        )
+
+    def _let_go(self, optimizer: Optimizer) -> None:
+        """The optimizer's step is its own again."""
+        known = self._known.pop(optimizer, None)
+        for handle in known.handles if known is not None else ():
+            handle.remove()
+        self.placement.let_go(optimizer)
+
+    def _tidy(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._tidied:
+            self._tidied.add(optimizer)
+            self.placement.send_strays_home(optimizer)
+
+    @property
+    def _first_share(self) -> float:
+        wanted = self._config.host_updates
+        return wanted if isinstance(wanted, float) else self._needed_share
+
+    def _can_be_divided(
+        self, optimizer: Optimizer, known: _Known, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> bool:
+        """True if the step of some parameters on the host is what it is on the device.
+
+        Raises:
+            UnsupportedError: it updates all parameters together.
+        """
+        if known.tried:
+            return not known.refused
+        attachment.refuse_by_name(optimizer, where=_WHERE, remedy=_REMEDY)
+        why = ""
+        if keeps_tensors_beside_state(optimizer):
+            why = "keeps tensors in containers beside its state"
+        elif not updates_each_by_itself(optimizer, args, kwargs):
+            raise UnsupportedError(_not_by_itself(optimizer))
+        elif draws_random_numbers(optimizer, args, kwargs):
+            why = "draws random numbers, which the host would draw in another order"
+        known.tried, known.refused = True, bool(why)
+        if why:
+            self.placement.let_go(optimizer)
+            self.placement.note(f"{type(optimizer).__name__} {why}: it updates on the device")
+        return not known.refused
+
+    def _measure(
+        self, optimizer: Optimizer, known: _Known, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Decide by rates how much the host is to do, once there is state to try it on."""
+        known.measured = not self._device.has_host_beside
+        tried = None if known.measured else host_rates.to_try(optimizer)
+        if tried is None:
+            return
+        known.measured = True
+        ours = [p for p in parameters_of(optimizer) if p in self.placement.ours]
+        share = host_rates.faster_share(optimizer, tried, ours, self._device, args, kwargs)
+        if share > self.placement.share_of(optimizer):
+            self.placement.place(optimizer, share)
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def _step(
+        self,
+        left: Optimizer,
+        chosen: Sequence[torch.Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> HostStep:
+        missing = host_choice.missing_bytes(left)
+        place = HostPlace(
+            lane=self._lane,
+            slots=self.placement.slots,
+            state=self.placement.state,
+            access=self._access,
+        )
+        buckets = list(host_choice.buckets_of(chosen))
+        return HostStep(left, buckets, place, args, kwargs, missing)
+
+    @contextmanager
+    def _access(self, tensors: Sequence[torch.Tensor], *, writes: bool) -> Iterator[None]:
+        state = self._keeper.state
+        if state is None:
+            yield
+            return
+        with state.using(tensors, writes=writes):
+            yield
+
+    def _run(self, optimizer: Optimizer, left: Optimizer, step: HostStep) -> Optimizer:
+        """Do the host's part, and the device's but for what is left to the user's call."""
+        known = self._known[optimizer]
+        rest = [p for p in parameters_of(left) if id(p) not in step.parameters]
+        known.values = []
+        waited_ns = 0
+        self._lane.begin()
+        try:
+            if self._keeper.moves:  # what moves by pages belongs to this thread
+                step.run(in_worker=False)
+            else:
+                self._worker.start(step)
+                last = host_choice.smallest(rest)
+                self._update_here(known, left, {id(p) for p in rest} - last, step)
+                rest = [p for p in rest if id(p) in last]
+                start_ns = time.perf_counter_ns()
+                self._join(step)
+                waited_ns = time.perf_counter_ns() - start_ns
+        finally:
+            if not step.ended.is_set():
+                step.stopped = True
+                self._join(step)
+            self._finish(optimizer, left, step, waited_ns)
+        step.raise_error()
+        if step.values is not None:
+            known.values.append(step.values)
+        known.left, known.made = left, stand_in(left, {id(p) for p in rest})
+        return known.made
+
+    def _update_here(
+        self, known: _Known, left: Optimizer, bucket: set[int], step: HostStep
+    ) -> None:
+        """The update on the device, at the same time as that of `step`."""
+        if bucket:
+            made = stand_in(left, bucket)
+            plain_step(made)(made, *step.args, **step.kwargs)
+            known.values.append(values_beside_state(made))
+
+    def _join(self, step: HostStep) -> None:
+        try:
+            self._worker.join(step)
+        except TeraplanError as error:
+            self._broken = error  # its thread may still write to anything
+            raise
+
+    def _finish(
+        self, optimizer: Optimizer, left: Optimizer, step: HostStep, waited_ns: int
+    ) -> None:
+        """What has been updated is the user's, whatever happened to the rest."""
+        self._lane.end()
+        made = [(t.parameter, s) for t, s in step.updated if t.parameter not in left.state]
+        for twin, _ in step.updated:
+            twin.end()
+        if made:
+            left.state.update((p, s) for p, s in made if s is not None)
+            self._known[optimizer].has_new_state = True
+        for parameter in step.unfit:
+            self.placement.give_up(optimizer, parameter)
+        self.last = HostReport(len(step.updated), step.busy_ns, waited_ns)
+
+
+def _not_by_itself(optimizer: Optimizer) -> str:
+    return (
+        f"{type(optimizer).__name__} does not update each parameter by itself: what it keeps "
+        "beside its state, or a parameter's new value, depends on the other parameters, some of "
+        f"which are updated on the host; {_REMEDY}"
+    )

@@ -1,0 +1,96 @@
+"""What runs around `Optimizer.step`: hooks that torch keeps, and the calls between them."""
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from teraplan.runtime.state.stand_in import is_stand_in
+
+Optimizer = torch.optim.Optimizer
+
+
+def put_innermost(optimizer: Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
+    """Let these hooks be the last before the optimizer's step and the first after it."""
+    _ordered(optimizer._optimizer_step_pre_hooks).move_to_end(before.id)
+    _ordered(optimizer._optimizer_step_post_hooks).move_to_end(after.id, last=False)
+
+
+def _ordered(hooks: object) -> "OrderedDict[int, Any]":
+    assert isinstance(hooks, OrderedDict), "torch keeps hooks in the order of their registration"
+    return hooks
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """True within a step that a step of the same optimizer has called: of a base class, or ours."""
+    if is_stand_in(optimizer):
+        return True
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP_WITH_HOOKS and frame.f_locals.get("self") is optimizer:
+            depth += 1
+        frame = frame.f_back
+    return depth > 1
+
+
+_STEP_WITH_HOOKS = next(
+    constant
+    for constant in Optimizer.profile_hook_step.__code__.co_consts
+    if isinstance(constant, CodeType)
+)
+"""Code of the function that torch puts around every optimizer's `step`."""
+
+
+def steps_another(optimizer: Optimizer) -> bool:
+    """True for one around another, such as Lookahead: what is moved is that other one's."""
+    return any(
+        isinstance(value, Optimizer) and value is not optimizer
+        for value in vars(optimizer).values()
+    )
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters of all groups, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def put_in_order(optimizer: Optimizer) -> None:
+    """Let `state` have its entries in the order in which a plain step would have made them."""
+    for parameter in parameters_of(optimizer):
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = optimizer.state.pop(parameter)
+
+
+def called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The step's arguments (the optimizer first) with the closure called, and its result kept."""
+    kwargs = dict(kwargs)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+
+    def again() -> object:
+        return loss
+
+    if "closure" in kwargs:
+        kwargs["closure"] = again
+        return args, kwargs
+    return (*args[:1], again, *args[2:]), kwargs
+
+
+def calling(owner: "weakref.ref[Any]", method: str) -> Callable[..., Any]:
+    """A hook that keeps its owner alive no longer than others do."""
+
+    def hook(*args: Any) -> Any:  # noqa: ANN401
+        alive = owner()
+        return getattr(alive, method)(*args) if alive is not None else None
+
+    return hook
