@@ -127,7 +127,9 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
             split = split_between_tiers(
                 coarse.problem, simulator, found.migrations, _near_bound(coarse.problem)
             )
-            plans = [split] if split is found.migrations else [split, found.migrations]
+            plans = [split]
+            if split is not found.migrations and len(problem.lifetimes) <= _PLENTY:
+                plans.append(found.migrations)
             return with_reasons(problem, _or_baseline(problem, [coarse.expand(p) for p in plans]))
         # whole slots need more of the other tiers than the step does, and these are nearly full
     return with_reasons(problem, _search_all(problem))

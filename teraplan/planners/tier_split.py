@@ -35,7 +35,7 @@ from teraplan.planners.room import Room
 from teraplan.run_record import Direction
 from teraplan.simulator import Simulator, Timing, Transfer, Wait
 
-_WORK, _LEAST, _MOST = 20_000, 2, 24
+_WORK, _LEAST, _MOST = 20_000, 1, 24
 """Idle periods times simulations of one search, and the least and most simulations."""
 _PARTS = (1.0, 0.5, 0.2)
 """Of the proposed splits, how many are tried, from the most important on."""
