@@ -27,7 +27,7 @@ from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.module_path import module_path
 from teraplan.passes.recipes import FoundRecipe, find_recipes
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
-from teraplan.passes.workspace import largest_operation_nbytes, nbytes_of, workspace_nbytes
+from teraplan.passes.workspace import nbytes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,6 @@ def insert_sites(
     *,
     num_outputs: int,
     static_inputs: Sequence[int],
-    settled: Set[fx.Node] = frozenset(),
     with_recipes: bool = True,
 ) -> GraphTable:
     """Insert all ops into both graphs, in place, and return the table that they carry.
@@ -56,12 +55,10 @@ def insert_sites(
         num_outputs: number of results of the user.
         static_inputs: positions of the forward's placeholders that live as long as the model
             (parameters, buffers).
-        settled: nodes of gradients that leave the backward as soon as they are complete.
         with_recipes: look for saved activations that can be computed again.
     """
     fingerprint = _hash(forward, backward)
     candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
-    bases = {base_of(c.saved) for c in candidates}
     recipes: dict[fx.Node, FoundRecipe] = {}
     if with_recipes:
         recipes = find_recipes(
@@ -83,9 +80,6 @@ def insert_sites(
             for c in candidates
         ),
         uncovered=tuple(uncovered),
-        forward_workspace_bytes=workspace_nbytes(forward, bases),
-        backward_workspace_bytes=workspace_nbytes(backward, frozenset(), settled),
-        largest_operation_bytes=largest_operation_nbytes(forward, _static(forward, static_inputs)),
     )
     if candidates:
         tokens = _insert_saves(forward, candidates, recipes, table)
@@ -175,6 +169,7 @@ def _insert_saves(
     table: GraphTable,
 ) -> dict[str, fx.Node]:
     """Insert `enter` and each `save`; returns the token of each saved node by its name."""
+    _advance_views([c.saved for c in candidates])
     order = {node: i for i, node in enumerate(graph.nodes)}
     last_input = _last(graph.find_nodes(op="placeholder"), order)
     runs = FusedRuns(graph)
@@ -245,6 +240,20 @@ def _insert_needs(
         graph.erase_node(placeholder)
         with graph.inserting_after(last):
             graph.call_function(ops.done, (need, token, chain, slot)).meta["val"] = None
+
+
+def _advance_views(saved: Sequence[fx.Node]) -> None:
+    """Move each view among these to right behind what it looks at.
+
+    AOTAutograd leaves the `detach` that it saves of an attention's result at the graph's end: its
+    memory could not leave before.
+    """
+    for view in saved:
+        chain = [view]
+        while is_view(chain[-1]) and len(chain[-1].all_input_nodes) == 1:
+            chain += chain[-1].all_input_nodes
+        for source, later in zip(reversed(chain[1:]), reversed(chain[:-1]), strict=True):
+            source.append(later)
 
 
 def _delay_views(placeholders: Sequence[fx.Node]) -> None:

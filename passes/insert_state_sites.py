@@ -50,15 +50,6 @@ def insert_state_sites(
     _settle_gradients(backward, inputs, static, chain)
 
 
-def settled_gradients(
-    forward: fx.Graph, backward: fx.Graph, static_inputs: Sequence[int]
-) -> set[fx.Node]:
-    """Base nodes of the gradients that `insert_state_sites` will let leave at once."""
-    inputs = forward.find_nodes(op="placeholder")
-    static = _large_inputs(inputs, static_inputs)
-    return {base_of(gradient) for _, gradient in _movable_gradients(backward, inputs, static)}
-
-
 def _large_inputs(inputs: Sequence[fx.Node], static_inputs: Sequence[int]) -> set[fx.Node]:
     return {inputs[i] for i in static_inputs if i < len(inputs) and _is_large(inputs[i])}
 

@@ -1,7 +1,9 @@
 """The partitioner that Inductor and AOTAutograd call: the stock one, then the migration ops."""
 
+import functools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +12,29 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from teraplan import __version__
+from teraplan.errors import StateHasToMoveError
+from teraplan.graph_table import GraphTable
 from teraplan.passes.insert_sites import insert_sites
-from teraplan.passes.insert_state_sites import insert_state_sites, settled_gradients
+from teraplan.passes.insert_state_sites import insert_state_sites
 from teraplan.passes.lowering import INDUCTOR_CONFIG, register_lowerings
 from teraplan.passes.verify_graph import verify_pair
+from teraplan.passes.workspace import with_memory
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Memory that a step has beside a training state that stays."""
+
+    nbytes: int
+    gradients_bytes: int
+    """Of all gradients that the step makes."""
+
+    def require(self, table: GraphTable) -> None:
+        """Raise StateHasToMoveError if a graph takes more."""
+        if table.beside_bytes(self.gradients_bytes) > self.nbytes:
+            raise StateHasToMoveError
 
 
 class TeraplanPartitioner(CustomPartitionerFn):
@@ -25,14 +44,30 @@ class TeraplanPartitioner(CustomPartitionerFn):
     keys, so that compiled code is reused across runs and plans.
     """
 
-    def __init__(self, *, moves_state: bool = False) -> None:
+    def __init__(
+        self, *, moves_state: bool = False, fused: bool = True, room: Room | None = None
+    ) -> None:
         self.moves_state = moves_state
         """Put ops around the uses of parameters and behind gradients as well."""
+        self.fused = fused
+        """Inductor compiles the halves."""
+        self.room = room
+        """What graphs may take; with more they are not compiled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without the room: it changes no graph."""
+        return functools.partial(
+            TeraplanPartitioner, moves_state=self.moves_state, fused=self.fused
+        ), ()
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition `gm` as AOTAutograd asks for: the forward and the backward module."""
+        """Partition `gm` as AOTAutograd asks for: the forward and the backward module.
+
+        Raises:
+            StateHasToMoveError: they take more than there is room for.
+        """
         kwargs.pop("compiler", None)
         forward, backward = min_cut_rematerialization_partition(
             gm, joint_inputs, compiler="inductor", **kwargs
@@ -40,16 +75,17 @@ class TeraplanPartitioner(CustomPartitionerFn):
         graphs = (forward.graph, backward.graph)
         num_outputs = kwargs["num_fwd_outputs"]
         static = kwargs.get("static_lifetime_input_indices") or ()
-        settled = settled_gradients(*graphs, static) if self.moves_state else frozenset[fx.Node]()
         table = insert_sites(
             *graphs,
             num_outputs=num_outputs,
             static_inputs=static,
-            settled=settled,
             with_recipes=not self.moves_state,
         )
         if self.moves_state:
             insert_state_sites(*graphs, num_outputs=num_outputs, static_inputs=static)
+        table = with_memory(table, *graphs, static_inputs=static, fused=self.fused)
+        if self.room is not None:
+            self.room.require(table)
         for module in (forward, backward):
             _forget_mutation_regions(module)
             module.graph.lint()
@@ -67,7 +103,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
-        return f"teraplan-{__version__}-partitioner-5-{'state' if self.moves_state else 'saved'}"
+        return f"teraplan-{__version__}-partitioner-6-{'state' if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:
@@ -79,16 +115,22 @@ def _forget_mutation_regions(module: fx.GraphModule) -> None:
         node.meta.pop("mutation_region_id", None)
 
 
-def config_patches(*, moves_state: bool = False) -> dict[str, object]:
+def config_patches(*, moves_state: bool = False, room: Room | None = None) -> dict[str, object]:
     """What to pass to `compile_fx` so that the graphs get their ops."""
     register_lowerings()
-    partitioner = TeraplanPartitioner(moves_state=moves_state)
+    partitioner = TeraplanPartitioner(moves_state=moves_state, room=room)
     return {"custom_partitioner_fn": partitioner, **INDUCTOR_CONFIG}
 
 
 def partition(
-    gm: fx.GraphModule, joint_inputs: Sequence[object], *, moves_state: bool = False, **kwargs: Any
+    gm: fx.GraphModule,
+    joint_inputs: Sequence[object],
+    *,
+    moves_state: bool = False,
+    room: Room | None = None,
+    **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """`TeraplanPartitioner` as the plain function that `aot_autograd` takes."""
     with torch.no_grad():
-        return TeraplanPartitioner(moves_state=moves_state)(gm, joint_inputs, **kwargs)
+        split = TeraplanPartitioner(moves_state=moves_state, fused=False, room=room)
+        return split(gm, joint_inputs, **kwargs)

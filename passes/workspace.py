@@ -1,15 +1,41 @@
-"""How much memory a graph's intermediates take at once, read off the graph alone.
+"""How much memory a pair of graphs takes beside the training state, read off the graphs alone.
 
-An upper bound for compiled code, where fusion makes many intermediates vanish. It serves the first
-step only; from then on the measured workspace counts.
+    forward     x = gelu(..)   mm(x, w)   token = save(x)         x is alive from gelu to save
+    backward    x = need(0)    gelu_backward(dy, x)   done(x)     and again from need to done
+
+Between `save` and `need` a saved activation can be elsewhere, so what is alive at once beside those
+that are is about the least that the graphs can run in. Kernels of PyTorch run node by node. Of
+those that Inductor fuses, what a run of nodes reads and leaves behind is there at once, and what
+lies within a run is never in memory. An estimate: kernels have memory of their own, and Inductor
+chooses its runs by more than this. It serves the first step; then memory is measured.
 """
 
-from collections.abc import Set
+import dataclasses
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
 
-from teraplan.passes.aliases import base_of
+from teraplan import ops
+from teraplan.graph_table import GraphMemory, GraphTable
+from teraplan.passes.aliases import base_of, is_view
+from teraplan.passes.fused_runs import FusedRuns
+
+_ELSEWHERE = (ops.need, ops.settle)
+"""Ops whose result is counted as a saved activation, or with the training state."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Memory that is taken from the node at one position to the one at another."""
+
+    start: int
+    end: int
+    nbytes: int
+    can_leave: bool = False
 
 
 def nbytes_of(node: fx.Node) -> int:
@@ -23,52 +49,151 @@ def nbytes_of(node: fx.Node) -> int:
     return numel * value.dtype.itemsize
 
 
-def workspace_nbytes(
-    graph: fx.Graph, excluded: Set[fx.Node], settled: Set[fx.Node] = frozenset()
-) -> int:
-    """Most bytes of intermediates alive at once, inputs and `excluded` (by base node) left out.
+def with_memory(
+    table: GraphTable,
+    forward: fx.Graph,
+    backward: fx.Graph,
+    *,
+    static_inputs: Sequence[int],
+    fused: bool,
+) -> GraphTable:
+    """The table with what its graphs take, told to the ops that carry it.
 
-    Results that are `settled` (by base node) leave the graph where they are complete, not at its
-    end.
+    Args:
+        table: of these graphs, which have all their ops.
+        forward: the one.
+        backward: the other.
+        static_inputs: positions of the forward's placeholders that live as long as the model.
+        fused: Inductor compiles them.
     """
-    last_use: dict[fx.Node, int] = {}
-    for position, node in enumerate(graph.nodes):
-        for argument in (node, *node.all_input_nodes):
-            if node.op != "output" or base_of(argument) not in settled:
-                last_use[base_of(argument)] = position
-    dying: dict[int, int] = {}
+    saves = forward.find_nodes(op="call_function", target=ops.save)
+    table = dataclasses.replace(
+        table,
+        forward=memory_of(forward, fused=fused, saved={}),
+        backward=memory_of(
+            backward, fused=fused, saved={save.args[2]: base_of(save.args[0]) for save in saves}
+        ),
+        gradients_bytes=_gradients_nbytes(backward, static_inputs),
+    )
+    for graph, op in ((forward, ops.enter), (backward, ops.enter_backward)):
+        for node in graph.find_nodes(op="call_function", target=op):
+            node.update_arg(len(node.args) - 1, table.to_json())
+    return table
+
+
+def memory_of(graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node]) -> GraphMemory:
+    """What a graph takes that has its ops.
+
+    Args:
+        graph: a forward or a backward.
+        fused: its kernels are Inductor's.
+        saved: of a backward, the node of the forward that each slot is (a view of); of a forward,
+            nothing.
+    """
+    position = _positions(graph, fused=fused)
+    spans = [*_intermediates(graph, position, fused=fused), *_needed(graph, position, saved)]
+    fixed = [span for span in spans if not span.can_leave]
+    return GraphMemory(workspace_bytes=_peak(fixed), least_bytes=_peak(spans))
+
+
+def workspace_nbytes(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> int:
+    """Most bytes of intermediates at once, run node by node, `excluded` ones left out."""
+    position = _positions(graph, fused=False)
+    return _peak(list(_intermediates(graph, position, fused=False, excluded=excluded)))
+
+
+def _gradients_nbytes(backward: fx.Graph, static_inputs: Sequence[int]) -> int:
+    """What is there of parameters' gradients at the end of the graph."""
+    results = cast("Sequence[fx.Node | None]", backward.output_node().args[0])
+    found = {results[i] for i in static_inputs if i < len(results)}
+    bases = {base_of(node) for node in found if isinstance(node, fx.Node)}
+    return sum(nbytes_of(base) for base in bases if base.target is not ops.settle)
+
+
+def _positions(graph: fx.Graph, *, fused: bool) -> dict[fx.Node, int]:
+    """When each node runs. A run of nodes that are one kernel has one position."""
+    runs = FusedRuns(graph)
+    position: dict[fx.Node, int] = {}
+    now, inside = 0, False
+    for node in graph.nodes:
+        is_fused = fused and runs.is_fused(node)
+        if not (is_fused and inside):
+            now += 1
+        inside = is_fused
+        position[node] = now
+    return position
+
+
+def _intermediates(
+    graph: fx.Graph,
+    position: Mapping[fx.Node, int],
+    *,
+    fused: bool,
+    excluded: Set[fx.Node] = frozenset(),
+) -> Iterator[_Span]:
+    """What the nodes of a graph leave in memory, from where it is made to its last use."""
+    runs = FusedRuns(graph)
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method") or is_view(node):
+            continue
+        copied = _copied_nbytes(node)
+        if copied:
+            yield _Span(position[node], position[node], copied)
+        nbytes = nbytes_of(node)
+        if not nbytes or node.target in _ELSEWHERE or node in excluded:
+            continue
+        made = node
+        if node.target is operator.getitem:  # one result of several
+            made = node.all_input_nodes[0]
+        start, last = position[made], max((position[u] for u in _all_uses(node)), default=-1)
+        within = fused and made is node and runs.is_fused(node) and last == start
+        if not within:
+            yield _Span(start, max(start, last), nbytes)
+
+
+def _copied_nbytes(node: fx.Node) -> int:
+    """What oneDNN's convolutions copy into layouts of their own, while they run."""
+    if getattr(node.target, "overloadpacket", None) not in _CONVOLUTIONS:
+        return 0
+    return sum(nbytes_of(argument) for argument in node.all_input_nodes)
+
+
+_CONVOLUTIONS = frozenset((torch.ops.aten.convolution, torch.ops.aten.convolution_backward))
+
+
+def _needed(
+    graph: fx.Graph, position: Mapping[fx.Node, int], saved: Mapping[int, fx.Node]
+) -> Iterator[_Span]:
+    """What `need` brings back, until it is `done`; slots that share memory come back as one."""
+    spans: dict[fx.Node, tuple[int, int]] = {}
+    for need in graph.find_nodes(op="call_function", target=ops.need):
+        base = saved[need.args[2]]
+        start, last = position[need], max(position[use] for use in _all_uses(need))
+        first, end = spans.get(base, (start, last))
+        spans[base] = min(first, start), max(end, last)
+    for base, (start, last) in spans.items():
+        yield _Span(start, last, nbytes_of(base), can_leave=True)
+
+
+def _all_uses(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that use the memory of `node`, views of it and the graph's end among them."""
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from _all_uses(user)
+
+
+def _peak(spans: list[_Span]) -> int:
+    """Most bytes at once."""
+    changes: dict[int, int] = {}
+    for span in spans:
+        changes[span.start] = changes.get(span.start, 0) + span.nbytes
+        changes[span.end + 1] = changes.get(span.end + 1, 0) - span.nbytes
     live = peak = 0
-    for position, node in enumerate(graph.nodes):
-        if node.op in ("call_function", "call_method") and base_of(node) is node:
-            nbytes = 0 if node in excluded else nbytes_of(node)
-            live += nbytes
-            end = last_use[node]
-            dying[end] = dying.get(end, 0) + nbytes
+    for _, change in sorted(changes.items()):
+        live += change
         peak = max(peak, live)
-        live -= dying.pop(position, 0)
     return peak
-
-
-_UNFUSED = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
-_UNFUSED_PARTS = ("attention",)
-
-
-def largest_operation_nbytes(graph: fx.Graph, excluded: Set[fx.Node]) -> int:
-    """Most bytes that one operation which no compiler fuses reads and writes, a lower bound.
-
-    Of its arguments, `excluded` ones (parameters) are left out.
-    """
-    return max((_operation_nbytes(node, excluded) for node in graph.nodes), default=0)
-
-
-def _operation_nbytes(node: fx.Node, excluded: Set[fx.Node]) -> int:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return 0
-    name = node.target._schema.name.removeprefix("aten::")
-    if name not in _UNFUSED and not any(part in name for part in _UNFUSED_PARTS):
-        return 0
-    inputs = {base_of(argument) for argument in node.all_input_nodes} - excluded
-    return nbytes_of(node) + sum(nbytes_of(argument) for argument in inputs)
 
 
 def _hint(size: int | torch.SymInt) -> int:

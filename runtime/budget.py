@@ -1,14 +1,19 @@
 """What the graphs predict of a step's memory, before any step has been measured."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.graph_table import GraphTable
+from teraplan.graph_table import MIN_SLOT_BYTES, GraphMemory, GraphTable
 from teraplan.runtime import census
 from teraplan.runtime.device import Device
 from teraplan.units import format_nbytes
 
 _MEASURED_IN_BYTES = 256 << 10
+"""Memory that is measured as the process's comes in pages."""
+_SPARE_FRACTION = 1 / 64
+"""Of the predicted least is added: kernels have memory of their own."""
+_HOPELESS_FRACTION = 0.85
+"""With less than this part of what the graphs predict no step was seen to work."""
 
 
 class GraphForecast:
@@ -17,64 +22,110 @@ class GraphForecast:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.state_bytes = 0
-        self.future_state_bytes = 0
-        """Gradients and optimizer state that do not exist yet."""
-        self._saved_bytes = self._workspace_bytes = self._largest_bytes = 0
-        self._largest_slot_bytes = 0
+        self.gradients_bytes = self.optimizer_bytes = 0
+        """Of gradients and optimizer state, what does not exist yet."""
+        self.update_bytes = 0
+        """What one parameter's update needs beside its state."""
+        self._tables: dict[str, GraphTable] = {}
 
-    def refresh(self, tables: Iterable[GraphTable], *, update_bytes: int | None = None) -> None:
+    def refresh(
+        self, tables: Iterable[GraphTable], *, update_bytes: int, state_moves: bool
+    ) -> None:
         """Count the state anew and take in all graphs compiled so far.
 
         Args:
             tables: of the graphs.
-            update_bytes: if gradients and optimizer state are accounted for elsewhere, what one
-                parameter's update needs beside them; else None.
+            update_bytes: what one parameter's update needs beside its state.
+            state_moves: that of large parameters is accounted for elsewhere.
         """
         self.state_bytes = self._device.state_bytes()
-        if update_bytes is None:
-            update_bytes = census.missing_nbytes(self._device.type)
-        self.future_state_bytes = update_bytes
+        below = MIN_SLOT_BYTES if state_moves else None
+        self.gradients_bytes, self.optimizer_bytes = census.missing_nbytes(
+            self._device.type, below=below
+        )
+        self.update_bytes = update_bytes
         for table in tables:
             self.add(table)
 
     def add(self, table: GraphTable) -> None:
         """Take in one graph."""
-        self._saved_bytes = max(self._saved_bytes, sum(slot.nbytes for slot in table.slots))
-        largest_slot = max((slot.nbytes for slot in table.slots), default=0)
-        self._largest_slot_bytes = max(self._largest_slot_bytes, largest_slot)
-        workspace = max(table.forward_workspace_bytes, table.backward_workspace_bytes)
-        self._workspace_bytes = max(self._workspace_bytes, workspace)
-        self._largest_bytes = max(self._largest_bytes, table.largest_operation_bytes)
+        self._tables[table.graph] = table
+
+    @property
+    def future_state_bytes(self) -> int:
+        """Gradients and optimizer state that do not exist yet."""
+        return self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def lasting_bytes(self) -> int:
+        """What is there all the time, once an optimizer has stepped."""
+        return self.state_bytes + self.optimizer_bytes
 
     @property
     def other_bytes(self) -> int:
         """All that is not a saved activation, workspace as the graphs predict it."""
-        return self.state_bytes + self.future_state_bytes + self._workspace_bytes
+        beside = (self._beside(table, _workspace) for table in self._tables.values())
+        return self.lasting_bytes + max([self._updated_bytes, *beside])
 
     @property
-    def enough_bytes(self) -> int:
-        """A budget that the graphs predict to be enough, everything that can move elsewhere.
+    def least_bytes(self) -> int:
+        """What the graphs predict to be enough, everything that can move elsewhere."""
+        gradients = self.gradients_bytes
+        beside = (table.beside_bytes(gradients) for table in self._tables.values())
+        return with_spare(self.lasting_bytes + max([self._updated_bytes, *beside]))
 
-        Besides the rest, an operation and the one before it have a saved activation each at hand;
-        and memory that is measured as the process's comes in pages.
+    def room_bytes(self, budget_bytes: int) -> int:
+        """What of the budget there is for a graph beside what lasts, the spare left out.
+
+        Negative if the optimizer's step alone has too little.
         """
-        return self.other_bytes + 2 * self._largest_slot_bytes + _MEASURED_IN_BYTES
+        room = without_spare(budget_bytes) - self.lasting_bytes
+        return room if room >= self._updated_bytes else -1
 
     @property
     def unlimited_peak_bytes(self) -> int:
         """Peak of the step with nothing moved."""
-        return self.other_bytes + self._saved_bytes
+        saved = (sum(slot.nbytes for slot in t.slots) for t in self._tables.values())
+        return self.other_bytes + max(saved, default=0)
 
-    def refuse_hopeless(self, budget_bytes: int) -> None:
-        """Raise InfeasibleBudgetError if the state and the largest operation do not fit."""
-        state = self.state_bytes + self.future_state_bytes
-        if budget_bytes >= state + self._largest_bytes:
+    def refuse(self, budget_bytes: int, *, certainly: bool) -> None:
+        """Raise InfeasibleBudgetError if the budget is less than what the graphs predict.
+
+        Args:
+            budget_bytes: the device budget.
+            certainly: only if it is so much less that measuring would show the same.
+        """
+        least = self.least_bytes
+        if budget_bytes >= (least * _HOPELESS_FRACTION if certainly else least):
             return
+        state = self.state_bytes + self.future_state_bytes
         raise InfeasibleBudgetError(
             f"device_budget is {format_nbytes(budget_bytes)}, but parameters, gradients and "
-            f"optimizer state take {format_nbytes(state)} and the largest operation "
-            f"{format_nbytes(self._largest_bytes)} more; set device_budget to "
-            f"{format_nbytes(self.enough_bytes)} ({self.enough_bytes} bytes), which the graphs "
-            "predict to be enough",
-            least_budget_bytes=self.enough_bytes,
+            f"optimizer state take {format_nbytes(state)}, and with what the graphs have at once "
+            f"beside them it is {format_nbytes(least)}; set device_budget to "
+            f"{format_nbytes(least)} ({least} bytes), which the graphs predict to be enough",
+            least_budget_bytes=least,
         )
+
+    @property
+    def _updated_bytes(self) -> int:
+        """Beside what lasts, while the optimizer steps."""
+        return self.gradients_bytes + self.update_bytes
+
+    def _beside(self, table: GraphTable, what: Callable[[GraphMemory], int]) -> int:
+        others = max(0, self.gradients_bytes - table.gradients_bytes)
+        return max(what(table.forward), others + what(table.backward))
+
+
+def with_spare(nbytes: int) -> int:
+    """What is predicted, and some more."""
+    return nbytes + int(nbytes * _SPARE_FRACTION) + _MEASURED_IN_BYTES
+
+
+def without_spare(nbytes: int) -> int:
+    """The most that is no more than `nbytes` with its spare."""
+    return int((nbytes - _MEASURED_IN_BYTES) / (1 + _SPARE_FRACTION))
+
+
+def _workspace(memory: GraphMemory) -> int:
+    return memory.workspace_bytes

@@ -28,18 +28,34 @@ def tensor_nbytes(device_type: str) -> int:
     return sum(storage.nbytes() for storage in storages(device_type))
 
 
-def missing_nbytes(device_type: str) -> int:
+def missing_nbytes(device_type: str, *, below: int | None = None) -> tuple[int, int]:
     """Bytes that training will have and has not yet.
 
     Those are gradients, and the state that the first `step()` of known optimizers will create.
+
+    Args:
+        device_type: where.
+        below: count smaller parameters alone.
     """
     objects = gc.get_objects()
-    missing = 0
-    for parameter in _tensors(objects):
-        wanted = isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
-        if wanted and parameter.grad is None and parameter.device.type == device_type:
-            missing += parameter.nbytes
-    return missing + sum(_missing_states_nbytes(one, device_type) for one in _optimizers(objects))
+
+    def counts(parameter: torch.Tensor) -> bool:
+        wanted = parameter.requires_grad and parameter.device.type == device_type
+        return wanted and (below is None or parameter.nbytes < below)
+
+    optimizers_here = _optimizers(objects)
+    parameters = {id(p): p for o in optimizers_here for g in o.param_groups for p in g["params"]}
+    if not optimizers_here:  # there will be one
+        found = (t for t in _tensors(objects) if isinstance(t, torch.nn.Parameter))
+        parameters = {id(p): p for p in found}
+    gradients = sum(p.nbytes for p in parameters.values() if counts(p) and p.grad is None)
+    states = 0
+    for optimizer in optimizers_here:
+        for group in optimizer.param_groups:
+            count = states_per_parameter(optimizer, group, unknown=0)
+            without = (p for p in group["params"] if counts(p) and not optimizer.state.get(p))
+            states += count * sum(p.nbytes for p in without)
+    return gradients, states
 
 
 _STATES_PER_PARAMETER = {
@@ -71,18 +87,6 @@ def states_per_parameter(
     """
     always = _STATES_PER_PARAMETER.get(type(optimizer).__name__, unknown)
     return always + bool(group.get("amsgrad")) + bool(group.get("momentum"))
-
-
-def _missing_states_nbytes(optimizer: torch.optim.Optimizer, device_type: str) -> int:
-    return sum(
-        states_per_parameter(optimizer, group, unknown=0)
-        * sum(
-            p.nbytes
-            for p in group["params"]
-            if p.requires_grad and p.device.type == device_type and not optimizer.state.get(p)
-        )
-        for group in optimizer.param_groups
-    )
 
 
 def _optimizers(objects: Iterable[object]) -> list[torch.optim.Optimizer]:

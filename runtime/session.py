@@ -23,6 +23,7 @@ from teraplan.errors import (
     FallbackRefusedError,
     InfeasibleBudgetError,
     PlanMismatchError,
+    StateHasToMoveError,
     TeraplanError,
 )
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
@@ -87,7 +88,9 @@ class Session:
         self.fallbacks: list[str] = []
         self._forecast = GraphForecast(device)
         self._budget_bytes = 0
-        self._shared_out = False
+        self._shares_known = self._shared_out = False
+        """The budget has been divided between the training state and all else, before and after
+        memory was measured."""
         self._compiles = self._compiles_seen = 0
         self._optimizer_known = False
         self._optimizer_steps = 0
@@ -114,6 +117,28 @@ class Session:
         self.host_updates.meet(inputs)
         return self.keeper.moves
 
+    def room(self) -> tuple[int, int] | None:
+        """What a graph may take so that the training state can stay, and bytes of all gradients.
+
+        None if no graph changes anything: the state moves, or has to stay, or a step is under way.
+        """
+        budget = self.config.device_budget
+        if not self._may_start or budget is None or budget.nbytes is None:
+            return None
+        self._refresh_forecast(self.tables.values())
+        return self._forecast.room_bytes(budget.nbytes), self._forecast.gradients_bytes
+
+    def start_moving_state(self) -> None:
+        """The training state moves from here on; what was measured while it stayed is forgotten."""
+        self.keeper.start()
+        self.engine.take_state(self.keeper.state)
+        self.engine.recorder, self.active, self._error = None, None, None
+        self.cases.clear()
+        self.tables.clear()
+        self._forecast = GraphForecast(self.device)
+        self._shares_known = self._shared_out = False
+        self.device.run_fast()  # gives back what parameters have left in the heap
+
     def optimizer_stepped(self) -> None:
         """Some optimizer has updated its parameters."""
         self._optimizer_known = True
@@ -134,7 +159,7 @@ class Session:
         budget = self.config.device_budget
         if self.engine.recorder is None and budget is not None and budget.nbytes is not None:
             self._refresh_forecast(())
-            self._forecast.refuse_hopeless(budget.nbytes)
+            self._forecast.refuse(budget.nbytes, certainly=False)
         self._called = True
 
     def enter_forward(self, table: GraphTable, shapes: tuple[object, ...]) -> int:
@@ -142,6 +167,8 @@ class Session:
 
         Raises:
             TeraplanError: training cannot go on within the budget, or with the given plan.
+            StateHasToMoveError: it can, if the training state starts to move and all graphs are
+                compiled anew.
         """
         self.last_used_ns = time.perf_counter_ns()
         if self._error is not None:
@@ -154,6 +181,8 @@ class Session:
             elif self.engine.unplanned:
                 self.engine.limit_bytes = self._safe_limit()
         except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
+            if isinstance(error, InfeasibleBudgetError) and self._may_start:
+                raise StateHasToMoveError from None
             if isinstance(error, InfeasibleBudgetError) and self.keeper.could_move:
                 error.add_note(_STATE_COULD_MOVE)
             if self._fault and isinstance(error, InfeasibleBudgetError):
@@ -220,10 +249,10 @@ class Session:
         if case.schedule is None:
             self._refresh_forecast(self.tables.values())
             if self.host_updates.wanted and self.steps == 0:
-                over_bytes = self._forecast.enough_bytes - self.device_budget_bytes()
+                over_bytes = self._forecast.least_bytes - self.device_budget_bytes()
                 self.host_updates.expect(over_bytes)
                 self._refresh_forecast(())
-            self._refuse_hopeless_budget()
+            self._refuse_hopeless_budget(case)
         if self.steps == 0:
             log.info("%s", self._first_words())
         limits = self._safe_limit(), self._resident_limits(case)
@@ -322,6 +351,17 @@ class Session:
 
     # -- budgets before there is a plan --------------------------------------------------------
 
+    @property
+    def _may_start(self) -> bool:
+        """True if the training state can start to move now."""
+        return self.keeper.may_start and self.engine.idle
+
+    def _refresh_forecast(self, tables: Iterable[GraphTable]) -> None:
+        self._forecast.refresh(
+            tables, update_bytes=self.keeper.update_bytes, state_moves=self.keeper.moves
+        )
+        self._forecast.optimizer_bytes -= self.host_updates.missing_bytes()
+
     def device_budget_bytes(self) -> int:
         """The device budget in force."""
         case = self.active
@@ -356,18 +396,19 @@ class Session:
             budget -= case.reserve_bytes
         return budget + case.memory.overhead_bytes, _headroom_bytes(budget)
 
-    def _refresh_forecast(self, tables: Iterable[GraphTable]) -> None:
-        self._forecast.refresh(tables, update_bytes=self.keeper.update_bytes)
-        self._forecast.future_state_bytes -= self.host_updates.missing_bytes()
-
-    def _refuse_hopeless_budget(self) -> None:
-        """Fail before any computation if state and the largest operation alone are too much."""
+    def _refuse_hopeless_budget(self, case: Case) -> None:
+        """Fail before any computation if the graphs predict that the budget is too small."""
         budget = self.device_budget_bytes()
-        if self.steps == 0:
-            self.keeper.share_out(budget, self._forecast.enough_bytes)
+        is_first, self._shares_known = not self._shares_known, True
+        if is_first:
+            self.keeper.share_out(budget, self._forecast.least_bytes)
         self._budget_bytes = budget - self.keeper.limit_bytes
-        if self.steps == 0 and self.config.device_budget is not None:
-            self._forecast.refuse_hopeless(self._budget_bytes)
+        given = self.config.device_budget
+        if given is not None and (is_first or (case.memory is None and self._may_start)):
+            # What moves can have less than its share, so that a little more is needed beside it.
+            has_way_out = self.keeper.moves or self._may_start
+            certainly = given.nbytes is None or not has_way_out
+            self._forecast.refuse(self._budget_bytes, certainly=certainly)
 
     def _share_out_again(self, case: Case) -> None:
         """Once memory has been measured: the state gets what is left of the budget."""

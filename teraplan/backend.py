@@ -15,15 +15,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import boxed_nop
-from torch._inductor.compile_fx import compile_fx
 
 from teraplan.config import Config
 from teraplan.errors import ConfigError, InfeasibleBudgetError, TeraplanError
-from teraplan.passes.partition import config_patches, partition
 from teraplan.passes.recipes import compile_recipe
-from teraplan.runtime.dispatch import running
+from teraplan.runnable_graph import RunnableGraph
 from teraplan.runtime.dump_signal import dump_on_signal
 from teraplan.runtime.open_device import open_device
 from teraplan.runtime.session import Session
@@ -126,20 +122,13 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Compiled:
-    moves_state = session.compiling(example_inputs)
-    if session.config.kernels == "inductor":
-        patches = config_patches(moves_state=moves_state)
-        compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
-    else:
-        split = functools.partial(partition, moves_state=moves_state)
-        compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=split)(gm, example_inputs)
+    graph = RunnableGraph(gm, example_inputs, session)
     varying = _telling_inputs(gm, example_inputs)
 
     def call(*args: Any) -> Any:
         shapes = tuple(_shape(args[i]) for i in varying)
         try:
-            with running(session, shapes):
-                results = compiled(*args)
+            results = graph.run(args, shapes)
             session.end_call()
             session.keeper.check()
         except TeraplanError as error:  # the generated code between here and there helps nobody

@@ -116,8 +116,8 @@ class Config:
     kernels: Literal["inductor", "aot_eager"] = "inductor"
     """What compiles the rewritten graphs: fused kernels, or PyTorch's own ones (quick compiles)."""
     training_state: Literal["auto", "moves", "stays"] = "auto"
-    """Whether parameters, gradients and optimizer state may leave the device. "auto": where they
-    would take more than a device budget given in bytes."""
+    """Whether parameters, gradients and optimizer state may leave the device. "auto": where a
+    device budget given in bytes does not hold them and what the graphs need beside them."""
     host_updates: Literal["never", "auto"] | float = "never"
     """Whether parameters are updated on the host's cores, their optimizer state in host memory
     within `host_budget`. "auto": where the state does not fit on the device otherwise, and where

@@ -16,6 +16,8 @@ TeraplanError
 ├── UnsupportedError                the program does what this backend cannot do correctly
 └── FallbackRefusedError            `strict` is set and something would fall back
 
+StateHasToMoveError is none of these: it is caught before anybody sees it.
+
 A message says what happened, the numbers with their units, and what to do next.
 """
 
@@ -86,3 +88,8 @@ class UnsupportedError(TeraplanError):
 
 class FallbackRefusedError(TeraplanError):
     """`strict` is set, and a slower or smaller path would have been taken."""
+
+
+class StateHasToMoveError(Exception):
+    """A graph was compiled, or is about to run, for a training state that stays, and that is too
+    much for the budget: it is compiled again for one that moves."""

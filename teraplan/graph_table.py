@@ -41,6 +41,16 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphMemory:
+    """What a graph takes beside parameters and inputs, as it predicts itself."""
+
+    workspace_bytes: int = 0
+    """Most at once of what no op can send away."""
+    least_bytes: int = 0
+    """Most at once of that and of saved activations in use, all others elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GraphTable:
     """One forward graph and its backward."""
 
@@ -49,11 +59,19 @@ class GraphTable:
     slots: tuple[Slot, ...]
     uncovered: tuple[tuple[str, int, str], ...]
     """Saved activations that stay where they are: (name, nbytes, why)."""
-    forward_workspace_bytes: int
-    """Most bytes of other intermediates alive at once, as the graph predicts; fusion needs less."""
-    backward_workspace_bytes: int
-    largest_operation_bytes: int
-    """Bytes that the largest single operation of the forward reads and writes: a lower bound."""
+    forward: GraphMemory = GraphMemory()
+    backward: GraphMemory = GraphMemory()
+    gradients_bytes: int = 0
+    """What the backward holds at its end of the parameters' gradients."""
+
+    def beside_bytes(self, gradients_bytes: int) -> int:
+        """What a step over this graph takes at least beside parameters and optimizer state.
+
+        Args:
+            gradients_bytes: of all gradients that the step makes, those of other graphs included.
+        """
+        others = max(0, gradients_bytes - self.gradients_bytes)
+        return max(self.forward.least_bytes, others + self.backward.least_bytes)
 
     def to_json(self) -> str:
         """The table as one line of JSON."""
@@ -65,6 +83,8 @@ class GraphTable:
         data = json.loads(text)
         data["slots"] = tuple(_slot(slot) for slot in data["slots"])
         data["uncovered"] = tuple((name, nbytes, why) for name, nbytes, why in data["uncovered"])
+        data["forward"] = GraphMemory(**data["forward"])
+        data["backward"] = GraphMemory(**data["backward"])
         return cls(**data)
 
 

@@ -5,10 +5,11 @@ Until there is a plan for the whole step, the state has a fixed part of the devi
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError
@@ -41,6 +42,10 @@ class StateKeeper:
         self._largest_bytes = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
         """Those that there were when the first graph was compiled."""
+        self._met = WeakIdKeyDictionary()
+        """Parameters of graphs that were compiled while the state stayed."""
+        self.graphs_without_ops = 0
+        """Graphs that were compiled before the state started to move, and run on as they are."""
 
     @property
     def moves(self) -> bool:
@@ -49,9 +54,16 @@ class StateKeeper:
 
     @property
     def could_move(self) -> bool:
-        """True if the state stays, and nobody said that it has to."""
-        stays = self._config.training_state == "auto" and not self.moves
-        return stays and self._device.moves_state
+        """True if the state stays, and would not with `training_state="moves"`."""
+        return not self.moves and self._device.moves_state and not self._config.encrypt
+
+    @property
+    def may_start(self) -> bool:
+        """True if the state stays, and is to move as soon as the budget is seen to be too small."""
+        config = self._config
+        in_bytes = config.device_budget is not None and config.device_budget.nbytes is not None
+        by_itself = config.training_state == "auto" and config.plan == "auto"
+        return self.could_move and in_bytes and by_itself
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -60,7 +72,18 @@ class StateKeeper:
             return ()
         stores = self.state.arena.storage.stores
         texts = [text for store in stores for text in store.fallbacks]
-        return (*texts, *(_shared_text(parameter) for parameter in self.state.shared))
+        return (*texts, *self._slow_paths())
+
+    def _slow_paths(self) -> Iterator[str]:
+        """What could move and does not, or slowly."""
+        assert self.state is not None
+        if self.graphs_without_ops:
+            yield (
+                f"{self.graphs_without_ops} graphs with sizes that vary were compiled before the "
+                "training state started to move, and read their parameters through the spill file; "
+                'training_state="moves" prevents that'
+            )
+        yield from (_shared_text(parameter) for parameter in self.state.shared)
 
     @property
     def limit_bytes(self) -> int:
@@ -73,9 +96,9 @@ class StateKeeper:
         return self.state.step_bytes if self.state is not None else 0
 
     @property
-    def update_bytes(self) -> int | None:
-        """What the update of one parameter needs beside its state; None if nothing moves."""
-        return TEMPORARIES * self._largest_bytes if self.moves else None
+    def update_bytes(self) -> int:
+        """What the update of one parameter needs beside its state."""
+        return TEMPORARIES * self._largest_bytes
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
@@ -89,10 +112,12 @@ class StateKeeper:
         """A graph has run.
 
         Raises:
-            FallbackRefusedError: `strict` is set, and a parameter stays although the state moves.
+            FallbackRefusedError: `strict` is set, and a parameter stays although the state moves,
+                or a graph knows nothing of its moving.
         """
-        if self._config.strict and self.state is not None and self.state.shared:
-            raise FallbackRefusedError(f"strict is set, and {_shared_text(self.state.shared[0])}")
+        if self._config.strict and self.state is not None:
+            for what in self._slow_paths():
+                raise FallbackRefusedError(f"strict is set, and {what}")
 
     def explain(self, error: InfeasibleBudgetError) -> None:
         """Let the least budget that the error names be that of the state and all else together."""
@@ -123,9 +148,24 @@ class StateKeeper:
             if budget is not None:
                 here = sum(p.nbytes for p in parameters if not p.is_meta)
                 self._open(budget - (self._device.state_bytes() - here))
+        self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
+        if self.may_start:
+            self._met.update(dict.fromkeys(parameters))
         if self.state is not None:
-            self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
             self.state.set_limit(max(self.state.limit_bytes, self._least_bytes))
+
+    def start(self) -> None:
+        """Let the state move from here on that has stayed until now."""
+        budget = self._config.device_budget
+        assert self.may_start
+        assert budget is not None
+        assert budget.nbytes is not None
+        parameters = list(self._met)
+        here = sum(p.nbytes for p in parameters)
+        log.info("training state of %s and more moves from here on", format_nbytes(here))
+        self._open(budget.nbytes - (self._device.state_bytes() - here))
+        self._met.clear()
+        self.meet(parameters)
 
     def share_out(self, budget_bytes: int, other_bytes: int) -> None:
         """Give the state what of the budget nothing else needs.
@@ -154,7 +194,7 @@ class StateKeeper:
         config, device = self._config, self._device
         if config.training_state == "stays" or config.device_budget is None:
             return None
-        whole = device.state_bytes() + census.missing_nbytes(device.type)
+        whole = device.state_bytes() + sum(census.missing_nbytes(device.type))
         whole += _TENSORS_AT_ONCE * meta_bytes
         budget = config.device_budget.resolve(whole)
         # Where the state has room, to move activations alone is faster.

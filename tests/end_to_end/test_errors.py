@@ -132,9 +132,11 @@ def test_hopeless_budget_fails_at_the_first_call_and_names_one_that_works() -> N
     def counting(this: Run) -> None:
         nonlocal calls
         model = this.compile(MLP())
+        optimizer = torch.optim.AdamW(model.parameters())
         for step in range(2):
             calls += 1
             model(*MLP().batch(step))
+            optimizer.step()
 
     with pytest.raises(InfeasibleBudgetError, match="set device_budget to") as caught:
         run(counting, device_budget=250_000)

@@ -95,7 +95,11 @@ def unlimited(program: Program, **options: object) -> Run:
 
 
 def tight(program: Program, reference: Run, fraction: float, **options: object) -> Run:
-    """Execute a program with memory for `fraction` of what it saves, or the least that works."""
+    """Execute a program with memory for `fraction` of what it saves, or the least that works.
+
+    The training state stays: `moving.py` has what tests of one that moves share.
+    """
+    options = {"training_state": "stays", **options}
     plan = next(s for s in reference.statuses if s.predicted_managed_peak_bytes >= 0)
     budget = plan.unlimited_peak_bytes - int((1 - fraction) * plan.predicted_managed_peak_bytes)
     for attempt in range(_ATTEMPTS):

@@ -1,11 +1,17 @@
 """Where the migration ops go, and which saved tensors get none."""
 
+import pickle
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from teraplan import ops
+from teraplan.errors import StateHasToMoveError
 from teraplan.graph_table import MIN_SLOT_BYTES
+from teraplan.passes.aliases import base_of
+from teraplan.passes.partition import Room, TeraplanPartitioner
 from tests.passes.instrumented import instrumented
 
 SIDE = 160
@@ -115,6 +121,41 @@ def test_symbolic_sizes_are_defined_before_every_use() -> None:
         computed = [size for size in (*need.args[3], *need.args[4]) if isinstance(size, fx.Node)]
         assert computed
         assert all(order[size] < order[enter] for size in computed)
+
+
+def test_what_is_saved_at_the_end_of_a_graph_is_saved_where_it_is_used_last() -> None:
+    """AOTAutograd saves attention's result a second time, by a `detach` behind everything else."""
+
+    def attend(x: Tensor) -> Tensor:
+        heads = x.view(1, SIDE, 2, SIDE // 2).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return y.transpose(1, 2).reshape(SIDE, SIDE)
+
+    forward, _, _ = instrumented(lambda x, w: attend(attend(x) @ w).sum(), square(), square(1))
+    order = {node: i for i, node in enumerate(forward.nodes)}
+    first, second = (node for node in order if "attention" in str(node.target))
+    saves = [node for node in order if node.target is ops.save]
+    results = [save for save in saves if first in base_of(save.args[0]).all_input_nodes]
+    assert len(results) >= 1
+    assert all(order[save] < order[second] for save in results)
+
+
+def test_partitioners_are_the_same_whatever_room_there_is() -> None:
+    """They are in the keys of compile caches, and the room changes no graph."""
+    with_room = TeraplanPartitioner(room=Room(nbytes=1, gradients_bytes=0))
+    assert pickle.dumps(with_room) == pickle.dumps(TeraplanPartitioner())
+    assert pickle.dumps(with_room) != pickle.dumps(TeraplanPartitioner(moves_state=True))
+
+
+def test_graphs_that_take_more_than_there_is_room_for_are_not_compiled() -> None:
+    _, _, table = instrumented(chain, square(), square(1))
+    least = table.beside_bytes(0)
+    assert least >= 3 * SIDE * SIDE * 4
+    Room(nbytes=least, gradients_bytes=0).require(table)
+    with pytest.raises(StateHasToMoveError):
+        Room(nbytes=least - 1, gradients_bytes=0).require(table)
+    others = table.beside_bytes(least + 1000) - table.backward.least_bytes
+    assert others == least + 1000 - table.gradients_bytes, "gradients of other graphs"
 
 
 def test_the_table_tells_graphs_apart_and_repeats() -> None:

@@ -1,0 +1,110 @@
+"""A graph of Dynamo's with the code that it was compiled to, which can be compiled again.
+
+    compile: state stays --(too much for the budget)--> state moves
+    run:     state stays --(so it turns out)----------> compile anew, run
+
+A graph is compiled for a training state that stays, or for one that moves. Which of these it is to
+be depends on what the graphs of a step need, and that is known when they have been compiled, or
+when a step has been measured.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.compile_fx import compile_fx
+
+from teraplan.errors import StateHasToMoveError
+from teraplan.passes.partition import Room, config_patches, partition
+from teraplan.runtime.dispatch import running
+from teraplan.runtime.session import Session
+
+Compiled = Callable[..., Any]
+
+
+class RunnableGraph:
+    """One graph of Dynamo's in one session."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> None:
+        self._session = session
+        self._moves_state = session.compiling(example_inputs)
+        room = session.room()
+        may_start = session.keeper.may_start
+        self._source = _copy_of(gm) if may_start else None
+        """What to compile again: compiling changes what it is given."""
+        self._is_static = _is_static(gm)
+        try:
+            limit = None if room is None else Room(nbytes=room[0], gradients_bytes=room[1])
+            self._compiled = self._build(gm, example_inputs, limit)
+        except StateHasToMoveError:
+            pass
+        else:
+            return
+        session.start_moving_state()
+        assert self._source is not None
+        self._moves_state = True
+        self._compiled = self._build(self._source, example_inputs, None)
+
+    def run(self, args: tuple[Any, ...], shapes: tuple[object, ...]) -> Any:  # noqa: ANN401
+        """The graph's results; `shapes` tells its input sizes apart."""
+        session = self._session
+        self._keep_up(args)
+        try:
+            with running(session, shapes):
+                return self._compiled(*args)
+        except StateHasToMoveError:  # raised by the graph's first op: nothing has been computed
+            pass
+        session.start_moving_state()
+        self._keep_up(args)
+        with running(session, shapes):
+            return self._compiled(*args)
+
+    def _keep_up(self, args: tuple[Any, ...]) -> None:
+        """Compile the graph anew if the training state has started to move."""
+        if self._moves_state or not self._session.keeper.moves:
+            return
+        self._moves_state = self._session.compiling(args)
+        source, self._source = self._source, None
+        if source is not None and self._is_static:
+            self._compiled = self._build(source, args, None)
+        else:
+            self._session.keeper.graphs_without_ops += 1
+
+    def _build(self, gm: fx.GraphModule, inputs: Sequence[Any], room: Room | None) -> Compiled:
+        moves_state = self._moves_state
+        if self._session.config.kernels == "inductor":
+            patches = config_patches(moves_state=moves_state, room=room)
+            return cast("Compiled", compile_fx(gm, list(inputs), config_patches=patches))
+        split = functools.partial(partition, moves_state=moves_state, room=room)
+        compile_graph: Compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=split)
+        return cast("Compiled", compile_graph(gm, inputs))
+
+
+def _is_static(gm: fx.GraphModule) -> bool:
+    """True if it can be compiled for tensors alone: no input has a size that varies."""
+    values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    return all(
+        isinstance(value, torch.Tensor)
+        and not any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
+        for value in values
+    )
+
+
+def _copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph over the same tensors, with all that Dynamo has noted beside it."""
+    twin = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    for name, value in vars(gm).items():
+        vars(twin).setdefault(name, value)
+    twin.meta = dict(gm.meta)
+    for node, original in zip(twin.graph.nodes, gm.graph.nodes, strict=True):
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(twin, name, _copy_of(child))
+    return twin

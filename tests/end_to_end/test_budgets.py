@@ -1,0 +1,202 @@
+"""Which budgets work: from the least on all, with equal bits; below it there is no step at all."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bench.models import gpt
+from teraplan.errors import InfeasibleBudgetError
+from teraplan.runtime.session import Session
+from tests.end_to_end.moving import adamw, budget_beside_others, states
+from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, run, sessions
+
+CONFIG = gpt.GPTConfig(num_layers=2, width=128, context=64)
+BATCH = 8
+MIB = 1 << 20
+HOPELESS = MIB
+NEAR = 0.87
+"""Of the named least, a budget that does not work."""
+MODEL_BYTES = 4 * sum(p.numel() for p in gpt.build(CONFIG).parameters())
+STATE_BYTES = 4 * MODEL_BYTES
+"""With gradients and what AdamW keeps."""
+
+
+def training(steps: int, *, accumulate: int = 1) -> Program:
+    def program(this: Run) -> None:
+        net = gpt.build(CONFIG)
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(steps):
+            loss = torch.zeros(())
+            for micro in range(accumulate):
+                batch = gpt.batch(CONFIG, BATCH, step * accumulate + micro)
+                loss = net(*batch) / accumulate
+                torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    return program
+
+
+def session() -> Session:
+    return max(sessions(), key=lambda one: one.last_used_ns)
+
+
+def moves() -> bool:
+    return session().keeper.moves
+
+
+def without_ops(this: Run) -> bool:
+    """True if a graph runs on that knows nothing of state that moves."""
+    return any("before the training state started to move" in f for f in this.final.fallbacks)
+
+
+def within(program: Program, budget: int, **options: object) -> Run:
+    """The program with `budget` bytes for its tensors."""
+    return run(program, device_budget=budget_beside_others(budget), **options)
+
+
+def refused(program: Callable[[Run], None], budget: int, **options: object) -> int:
+    """The least budget that the refusal names, which comes before the first step is over."""
+    beside = budget_beside_others(0)
+    done: list[Run] = []
+
+    def watched(this: Run) -> None:
+        done.append(this)
+        program(this)
+
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        run(watched, device_budget=budget + beside, **options)
+    assert not done[0].recorded, "parameters have changed"
+    return caught.value.least_budget_bytes - beside
+
+
+def check_all(program: Program, fractions: tuple[float, ...], **options: object) -> None:
+    """Budgets at these fractions of the way from the least to that of the state and all else."""
+    reference = run(program, device_budget=UNLIMITED, **options)
+    unlimited = reference.final.unlimited_peak_bytes - budget_beside_others(0) + MODEL_BYTES
+    least = refused(program, HOPELESS, **options)
+    assert refused(program, int(NEAR * least), **options) == pytest.approx(least, rel=0.01)
+    moved = []
+    for fraction in fractions:
+        limited = within(program, int(least + fraction * (unlimited - least)), **options)
+        assert_same(reference, limited)
+        moved.append(moves())
+    assert moved == sorted(moved, reverse=True), "what has more memory moves less"
+    assert moved[0]
+    assert not moved[-1]
+
+
+def test_all_budgets_from_the_least_on_work() -> None:
+    check_all(training(6), (0, 0.45, 1.1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernels", "fractions"),
+    [
+        ("aot_eager", (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.1)),
+        ("inductor", (0, 0.3, 0.5, 1.1)),
+    ],
+)
+def test_a_sweep_of_budgets(kernels: str, fractions: tuple[float, ...]) -> None:
+    check_all(training(20), fractions, kernels=kernels)
+
+
+def test_a_budget_for_the_state_alone_lets_it_move() -> None:
+    """It holds the state, but nothing beside it."""
+    limited = within(training(4), STATE_BYTES + MIB // 2)
+    assert moves()
+    assert_same(run(training(4), device_budget=UNLIMITED), limited)
+
+
+def test_state_starts_to_move_when_a_step_takes_more_than_the_graphs_tell() -> None:
+    """Gradients of two micro-batches are there at once; no graph knows of the other's."""
+    program = training(6, accumulate=2)
+    reference = run(program, device_budget=UNLIMITED)
+    budgets: list[int] = []
+
+    def one_graph(this: Run) -> None:
+        training(1)(this)
+        budgets.append(session()._forecast.least_bytes)
+
+    run(one_graph, device_budget=UNLIMITED)
+    budget = int(budgets[0] * 1.01)
+    limited = run(program, device_budget=budget)
+    assert moves()
+    assert not without_ops(limited)
+    assert_same(reference, limited)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        run(program, device_budget=budget, training_state="stays")
+    assert 'training_state="moves"' in caught.value.__notes__[0]
+
+
+class InTwoGraphs(MLP):
+    """The second graph needs more than the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        torch._dynamo.graph_break()
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x)) + torch.sigmoid(x) * torch.cat([x, x]).mean()
+        return x.square().mean()
+
+
+def stepping(net: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor]]) -> Program:
+    def program(this: Run) -> None:
+        model = net()
+        this.compile(model)
+        optimizer = adamw(model.parameters())
+        for step in range(9):
+            loss = model(*batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    return program
+
+
+def test_a_later_graph_that_needs_more() -> None:
+    """Seen when it is compiled: from the next step on the state moves."""
+    sizes = MLP(width=192, depth=6, rows=1024)
+    program = stepping(lambda: InTwoGraphs(width=192, depth=6, rows=1024), sizes.batch)
+    reference = run(program, device_budget=UNLIMITED)
+    state = 4 * 4 * 192 * 193 * 6
+    limited = within(program, state + 6 * MIB)
+    assert moves()
+    assert not without_ops(limited)
+    assert_same(reference, limited)
+
+
+def test_sizes_that_vary_and_state_that_starts_to_move() -> None:
+    """Such a graph is not compiled again: its parameters are read through the file."""
+    rows = (96, 128, 160)
+
+    def program(this: Run) -> None:
+        net = MLP(width=192, depth=6, rows=128)
+        this.compile(net, dynamic=True)
+        optimizer = adamw(net.parameters())
+        for step in range(8):
+            for micro in range(3):
+                x = net.batch(3 * step + micro)[0][: rows[micro]]
+                torch.autograd.backward(net(x))
+            optimizer.step()
+            this.record(torch.zeros(()), net)
+            optimizer.zero_grad(set_to_none=False)
+
+    reference = run(program, device_budget=UNLIMITED)
+    limited = within(program, int(5.2 * 4 * 192 * 193 * 6))
+    assert moves()
+    assert without_ops(limited)
+    assert_same(reference, limited)
+
+
+def test_percent_of_the_peak_let_no_state_move() -> None:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        run(training(4), device_budget="30%")
+    assert not moves()
+    assert 'training_state="moves"' in caught.value.__notes__[0]
