@@ -8,7 +8,7 @@ from teraplan.runtime import census
 from teraplan.runtime.device import Device
 from teraplan.units import format_nbytes
 
-_MEASURED_IN_BYTES = 256 << 10
+_MEASURED_IN_BYTES = 512 << 10
 """Memory that is measured as the process's comes in pages."""
 _SPARE_FRACTION = 1 / 64
 """Of the predicted least is added: kernels have memory of their own."""
