@@ -14,7 +14,7 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch.utils.hooks import RemovableHandle
 
@@ -30,11 +30,11 @@ from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.plan import Plan
 from teraplan.report.summary import plan_banner
 from teraplan.run_record import TransferRecord
-from teraplan.runtime.budget import GraphForecast
+from teraplan.runtime.budget_shares import BudgetShares
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
-from teraplan.runtime.feedback import HEADROOM_FRACTION, learn
+from teraplan.runtime.feedback import learn
 from teraplan.runtime.optimizer_watch import watch_optimizers
 from teraplan.runtime.plan_maker import PlanMaker
 from teraplan.runtime.planned_step import run_record
@@ -58,9 +58,6 @@ _KEPT_RUNS = 64
 _MAX_EVENTS = 1_000_000
 _MAX_MERGED_STEPS = 3
 """So often an optimizer may step while a forward waits for a backward that may never come."""
-_HEADROOM_BYTES = 8 << 20
-"""With a share of the budget, the headroom of `Device.keep_under`: so much free memory may lie
-between tensors."""
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
 
@@ -78,6 +75,7 @@ class Session:
         self.engine = Engine(device)
         self.keeper = StateKeeper(config, device)
         self.host_updates = HostUpdates(config, device, self.keeper)
+        self._shares = BudgetShares(config, device, self.keeper, self.host_updates)
         self.tables: dict[str, GraphTable] = {}
         self.cases: dict[CaseKey, Case] = {}
         self.active: Case | None = None
@@ -86,11 +84,6 @@ class Session:
         self.last_used_ns = 0
         self._called = False
         self.fallbacks: list[str] = []
-        self._forecast = GraphForecast(device)
-        self._budget_bytes = 0
-        self._shares_known = self._shared_out = False
-        """The budget has been divided between the training state and all else, before and after
-        memory was measured."""
         self._compiles = self._compiles_seen = 0
         self._optimizer_known = False
         self._optimizer_steps = 0
@@ -122,11 +115,7 @@ class Session:
 
         None if no graph changes anything: the state moves, or has to stay, or a step is under way.
         """
-        budget = self.config.device_budget
-        if not self._may_start or budget is None or budget.nbytes is None:
-            return None
-        self._refresh_forecast(self.tables.values())
-        return self._forecast.room_bytes(budget.nbytes), self._forecast.gradients_bytes
+        return self._shares.room(self.tables.values()) if self._may_start else None
 
     def start_moving_state(self) -> None:
         """The training state moves from here on; what was measured while it stayed is forgotten."""
@@ -135,8 +124,7 @@ class Session:
         self.engine.recorder, self.active, self._error = None, None, None
         self.cases.clear()
         self.tables.clear()
-        self._forecast = GraphForecast(self.device)
-        self._shares_known = self._shared_out = False
+        self._shares.start_anew()
         self.device.run_fast()  # gives back what parameters have left in the heap
 
     def optimizer_stepped(self) -> None:
@@ -156,10 +144,8 @@ class Session:
             return
         if self.keeper.refusal:
             self._fall_back(self.keeper.refusal)
-        budget = self.config.device_budget
-        if self.engine.recorder is None and budget is not None and budget.nbytes is not None:
-            self._refresh_forecast(())
-            self._forecast.refuse(budget.nbytes, certainly=False)
+        if self.engine.recorder is None:
+            self._shares.refuse_state_alone()
         self._called = True
 
     def enter_forward(self, table: GraphTable, shapes: tuple[object, ...]) -> int:
@@ -179,7 +165,8 @@ class Session:
             if self._at_step_begin():
                 self._begin_step((table.graph, shapes))
             elif self.engine.unplanned:
-                self.engine.limit_bytes = self._safe_limit()
+                assert self.active is not None
+                self.engine.limit_bytes = self._shares.safe_limit(self.active)
         except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
             if isinstance(error, InfeasibleBudgetError) and self._may_start:
                 raise StateHasToMoveError from None
@@ -247,17 +234,13 @@ class Session:
             self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
-            self._refresh_forecast(self.tables.values())
-            if self.host_updates.wanted and self.steps == 0:
-                over_bytes = self._forecast.least_bytes - self.device_budget_bytes()
-                self.host_updates.expect(over_bytes)
-                self._refresh_forecast(())
-            self._refuse_hopeless_budget(case)
+            tables, is_first = self.tables.values(), self.steps == 0
+            self._shares.divide(case, tables, is_first=is_first, may_start=self._may_start)
         if self.steps == 0:
             log.info("%s", self._first_words())
-        limits = self._safe_limit(), self._resident_limits(case)
+        limits = self._shares.safe_limit(case), self._shares.resident_limits(case)
         self.engine.begin_step(
-            recorder, case.schedule, *limits, case.rehearsal_limits(self._budget_bytes)
+            recorder, case.schedule, *limits, case.rehearsal_limits(self._shares.rest_bytes)
         )
 
     def _finish_step(self) -> None:
@@ -274,7 +257,8 @@ class Session:
         elif not compiled and case.repeats:
             case.add(recorder)
             case.add_rehearsed(self.engine.recomputer.rehearsed)
-            self._share_out_again(case)
+            if self._shares.may_divide_again(case):
+                self._shares.divide_again(case, *self.plans.needs(case))
             if recorder.measure_memory:
                 self.device.run_fast()
             self._check_repeats(case)
@@ -356,70 +340,17 @@ class Session:
         """True if the training state can start to move now."""
         return self.keeper.may_start and self.engine.idle
 
-    def _refresh_forecast(self, tables: Iterable[GraphTable]) -> None:
-        self._forecast.refresh(
-            tables, update_bytes=self.keeper.update_bytes, state_moves=self.keeper.moves
-        )
-        self._forecast.optimizer_bytes -= self.host_updates.missing_bytes()
-
     def device_budget_bytes(self) -> int:
         """The device budget in force."""
-        case = self.active
-        if case is not None and case.schedule is not None:
-            return case.schedule.plan.budgets.device_bytes
-        if self.config.device_budget is None:
-            return self.device.capacity_bytes()
-        unlimited = self._forecast.unlimited_peak_bytes + self.keeper.step_bytes
-        return self.config.device_budget.resolve(unlimited)
-
-    def _safe_limit(self) -> int:
-        """Most managed bytes that keep a step without a plan under the budget."""
-        case = self.active
-        assert case is not None
-        budget = self._budget_bytes
-        if case.memory is not None:
-            return budget - case.memory.state_bytes - max(case.memory.workspaces_bytes)
-        return budget - self._forecast.other_bytes
+        return self._shares.budget_bytes(self.active)
 
     def _first_words(self) -> str:
         stores = ", ".join(f"{s.directory} ({s.path})" for s in self.device.stores())
+        budget = format_nbytes(self._shares.rest_bytes)
         return (
-            f"teraplan on {self.device.name}: device budget {format_nbytes(self._budget_bytes)}, "
+            f"teraplan on {self.device.name}: device budget {budget}, "
             f"storage {stores}; measuring {self.config.profile_steps + 1} steps before planning"
         )
-
-    def _resident_limits(self, case: Case) -> tuple[int, int] | None:
-        if case.memory is None or case.schedule is None:
-            return None
-        budget = case.schedule.plan.budgets.device_bytes
-        if self.keeper.moves:  # free memory waits wherever the plan leaves room
-            budget -= case.reserve_bytes
-        return budget + case.memory.overhead_bytes, _headroom_bytes(budget)
-
-    def _refuse_hopeless_budget(self, case: Case) -> None:
-        """Fail before any computation if the graphs predict that the budget is too small."""
-        budget = self.device_budget_bytes()
-        is_first, self._shares_known = not self._shares_known, True
-        if is_first:
-            self.keeper.share_out(budget, self._forecast.least_bytes)
-        self._budget_bytes = budget - self.keeper.limit_bytes
-        given = self.config.device_budget
-        if given is not None and (is_first or (case.memory is None and self._may_start)):
-            # What moves can have less than its share, so that a little more is needed beside it.
-            has_way_out = self.keeper.moves or self._may_start
-            certainly = given.nbytes is None or not has_way_out
-            self._forecast.refuse(self._budget_bytes, certainly=certainly)
-
-    def _share_out_again(self, case: Case) -> None:
-        """Once memory has been measured: the state gets what is left of the budget."""
-        if case.memory is None or not self.keeper.moves or self._shared_out:
-            return
-        least, most = self.plans.needs(case)
-        budget = self.device_budget_bytes()
-        other = max(least, min(most, (budget + least) // 2))
-        self.keeper.share_out(budget, max(other, budget - self.keeper.step_bytes))
-        self._shared_out = True
-        self._budget_bytes = budget - self.keeper.limit_bytes
 
     def actual_peak_bytes(self) -> int:
         """The most memory that tensors took since the plan came into force; -1 if unknown."""
@@ -433,10 +364,6 @@ class Session:
             raise FallbackRefusedError(f"strict is set, and {what}")
         self.fallbacks.append(what)
         log.warning("%s", what)
-
-
-def _headroom_bytes(budget_bytes: int) -> int:
-    return int(budget_bytes * HEADROOM_FRACTION) + _HEADROOM_BYTES
 
 
 def _close(

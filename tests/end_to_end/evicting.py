@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from teraplan.runtime.budget_shares import BudgetShares
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.mover import Mover
 from teraplan.runtime.saved import Saved
-from teraplan.runtime.session import Session
 
 GARBAGE = 0xFF
 """Every float made of these bytes is NaN."""
@@ -41,7 +41,7 @@ def everything_leaves(*, poison: bool = False) -> Iterator[list[str]]:
             _poison(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "_safe_limit", lambda _: 0)
+        patch.setattr(BudgetShares, "safe_limit", lambda *_: 0)
         patch.setattr(Mover, "finish_leaving", finish_leaving)
         patch.setattr(Engine, "release", release_and_poison)
         yield left

@@ -121,7 +121,7 @@ def test_state_starts_to_move_when_a_step_takes_more_than_the_graphs_tell() -> N
 
     def one_graph(this: Run) -> None:
         training(1)(this)
-        budgets.append(session()._forecast.least_bytes)
+        budgets.append(session()._shares.forecast.least_bytes)
 
     run(one_graph, device_budget=UNLIMITED)
     budget = int(budgets[0] * 1.01)

@@ -2,6 +2,7 @@
 
 import _thread
 import threading
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -78,7 +79,9 @@ def test_an_interrupt_while_waiting_for_the_host(monkeypatch: pytest.MonkeyPatch
     def slow(self: host_step.HostStep, twins: list[object]) -> None:
         if interrupting:
             _thread.interrupt_main()
-            threading.Event().wait(0.2)
+            end = time.monotonic() + 30
+            while not self.stopped and time.monotonic() < end:
+                time.sleep(0.01)
         update(self, twins)  # type: ignore[arg-type]
 
     monkeypatch.setattr(host_step.HostStep, "_update", slow)

@@ -1,0 +1,132 @@
+"""The device budget of a session, and what moving training state and all else have of it.
+
+Before there is a plan each has a fixed share: first by what the graphs predict, then by what was
+measured. A plan divides the budget anew at each site.
+"""
+
+from collections.abc import Iterable
+
+from teraplan.config import Config
+from teraplan.graph_table import GraphTable
+from teraplan.runtime.budget import GraphForecast
+from teraplan.runtime.case import Case
+from teraplan.runtime.device import Device
+from teraplan.runtime.feedback import HEADROOM_FRACTION
+from teraplan.runtime.state.host_updates import HostUpdates
+from teraplan.runtime.state.keeper import StateKeeper
+
+_HEADROOM_BYTES = 8 << 20
+"""With a share of the budget, the headroom of `Device.keep_under`: so much free memory may lie
+between tensors."""
+
+
+class BudgetShares:
+    """Of one session."""
+
+    def __init__(
+        self, config: Config, device: Device, keeper: StateKeeper, host_updates: HostUpdates
+    ) -> None:
+        self._given = config.device_budget
+        self._device, self._keeper, self._host_updates = device, keeper, host_updates
+        self.rest_bytes = 0
+        """What of the budget is not the moving training state's, in steps without a plan."""
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Forget what the graphs have said: they are compiled anew."""
+        self.forecast = GraphForecast(self._device)
+        self._divided = self._divided_by_measurement = False
+
+    def budget_bytes(self, case: Case | None) -> int:
+        """The device budget in force."""
+        if case is not None and case.schedule is not None:
+            return case.schedule.plan.budgets.device_bytes
+        if self._given is None:
+            return self._device.capacity_bytes()
+        return self._given.resolve(self.forecast.unlimited_peak_bytes + self._keeper.step_bytes)
+
+    def room(self, tables: Iterable[GraphTable]) -> tuple[int, int] | None:
+        """What a graph may take so that the training state can stay, and bytes of all gradients.
+
+        None if the budget is not one in bytes.
+        """
+        if self._given is None or self._given.nbytes is None:
+            return None
+        self._refresh(tables)
+        return self.forecast.room_bytes(self._given.nbytes), self.forecast.gradients_bytes
+
+    def refuse_state_alone(self) -> None:
+        """Raise InfeasibleBudgetError if not even the training state fits."""
+        if self._given is not None and self._given.nbytes is not None:
+            self._refresh(())
+            self.forecast.refuse(self._given.nbytes, certainly=False)
+
+    def divide(
+        self, case: Case, tables: Iterable[GraphTable], *, is_first: bool, may_start: bool
+    ) -> None:
+        """A step without a plan begins.
+
+        Args:
+            case: the step's kind.
+            tables: of all graphs.
+            is_first: no step has been taken yet.
+            may_start: the training state, which stays, can still start to move.
+
+        Raises:
+            InfeasibleBudgetError: the graphs predict that the budget is too small.
+        """
+        self._refresh(tables)
+        if self._host_updates.wanted and is_first:
+            self._host_updates.expect(self.forecast.least_bytes - self.budget_bytes(case))
+            self._refresh(())
+        budget = self.budget_bytes(case)
+        is_new, self._divided = not self._divided, True
+        if is_new:
+            self._keeper.share_out(budget, self.forecast.least_bytes)
+        self.rest_bytes = budget - self._keeper.limit_bytes
+        if self._given is not None and (is_new or (case.memory is None and may_start)):
+            # What moves can have less than its share, so that a little more is needed beside it.
+            has_way_out = self._keeper.moves or may_start
+            certainly = self._given.nbytes is None or not has_way_out
+            self.forecast.refuse(self.rest_bytes, certainly=certainly)
+
+    def divide_again(self, case: Case, least_bytes: int, most_bytes: int) -> None:
+        """Once memory has been measured: the state gets what is left of the budget.
+
+        Args:
+            case: the step's kind.
+            least_bytes: what all else needs.
+            most_bytes: the same with nothing moved.
+        """
+        budget = self.budget_bytes(case)
+        other = max(least_bytes, min(most_bytes, (budget + least_bytes) // 2))
+        self._keeper.share_out(budget, max(other, budget - self._keeper.step_bytes))
+        self._divided_by_measurement = True
+        self.rest_bytes = budget - self._keeper.limit_bytes
+
+    def may_divide_again(self, case: Case) -> bool:
+        """True if memory has been measured for the first time."""
+        is_new = case.memory is not None and not self._divided_by_measurement
+        return is_new and self._keeper.moves
+
+    def safe_limit(self, case: Case) -> int:
+        """Most managed bytes that keep a step without a plan under the budget."""
+        if case.memory is not None:
+            return self.rest_bytes - case.memory.state_bytes - max(case.memory.workspaces_bytes)
+        return self.rest_bytes - self.forecast.other_bytes
+
+    def resident_limits(self, case: Case) -> tuple[int, int] | None:
+        """What the process may hold in a planned step, and the headroom; see `keep_under`."""
+        if case.memory is None or case.schedule is None:
+            return None
+        budget = case.schedule.plan.budgets.device_bytes
+        if self._keeper.moves:  # free memory waits wherever the plan leaves room
+            budget -= case.reserve_bytes
+        headroom = int(budget * HEADROOM_FRACTION) + _HEADROOM_BYTES
+        return budget + case.memory.overhead_bytes, headroom
+
+    def _refresh(self, tables: Iterable[GraphTable]) -> None:
+        self.forecast.refresh(
+            tables, update_bytes=self._keeper.update_bytes, state_moves=self._keeper.moves
+        )
+        self.forecast.optimizer_bytes -= self._host_updates.missing_bytes()
