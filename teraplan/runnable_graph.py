@@ -82,7 +82,8 @@ class RunnableGraph:
             return cast("Compiled", compile_fx(gm, list(inputs), config_patches=patches))
         split = functools.partial(partition, moves_state=moves_state, room=room)
         compile_graph: Compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=split)
-        return cast("Compiled", compile_graph(gm, inputs))
+        compiled: Compiled = compile_graph(gm, inputs)
+        return compiled
 
 
 def _is_static(gm: fx.GraphModule) -> bool:

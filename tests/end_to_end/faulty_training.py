@@ -65,7 +65,7 @@ class FaultyTraining:
         self._batches = [MLP(rows=ROWS).batch(step) for step in range(STEPS)]
         self._model = MLP(rows=ROWS)
         self._start = [p.detach().clone() for p in self._model.parameters()]
-        quick = {"kernels": "aot_eager", "profile_steps": 1}
+        quick: dict[str, object] = {"kernels": "aot_eager", "profile_steps": 1}
         self._compile_tightly(quick | {"training_state": "stays"})
         (self._session,) = [s for s in sessions() if s.steps]
         assert self._session.active is not None

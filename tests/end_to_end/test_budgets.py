@@ -113,6 +113,7 @@ def test_a_budget_for_the_state_alone_lets_it_move() -> None:
     assert_same(run(training(4), device_budget=UNLIMITED), limited)
 
 
+@pytest.mark.slow
 def test_state_starts_to_move_when_a_step_takes_more_than_the_graphs_tell() -> None:
     """Gradients of two micro-batches are there at once; no graph knows of the other's."""
     program = training(6, accumulate=2)
@@ -160,6 +161,7 @@ def stepping(net: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor]]
     return program
 
 
+@pytest.mark.slow
 def test_a_later_graph_that_needs_more() -> None:
     """Seen when it is compiled: from the next step on the state moves."""
     sizes = MLP(width=192, depth=6, rows=1024)
@@ -172,6 +174,7 @@ def test_a_later_graph_that_needs_more() -> None:
     assert_same(reference, limited)
 
 
+@pytest.mark.slow
 def test_sizes_that_vary_and_state_that_starts_to_move() -> None:
     """Such a graph is not compiled again: its parameters are read through the file."""
     rows = (96, 128, 160)

@@ -38,7 +38,13 @@ class Faulty(Lion):
 
 
 @pytest.mark.parametrize("in_worker", [True, False])
-@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("bad"),
+        *(pytest.param(e, marks=pytest.mark.slow) for e in (KeyboardInterrupt(), SystemExit(3))),
+    ],
+)
 def test_a_step_that_raises_leaves_the_optimizer_whole(
     in_worker: bool, error: BaseException
 ) -> None:

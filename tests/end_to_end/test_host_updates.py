@@ -35,6 +35,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "SGD": sgd,
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
+LATER = ("AdamW foreach", "AdamW fused", "Adagrad")
 MORE: dict[str, Optimizers] = {
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "AdamW lr in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
@@ -48,7 +49,9 @@ MORE: dict[str, Optimizers] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["AdamW", "SGD", *(pytest.param(n, marks=pytest.mark.slow) for n in LATER)]
+)
 def test_optimizers(name: str) -> None:
     check(training(OPTIMIZERS[name]))
 
@@ -66,6 +69,7 @@ def test_all_but_the_smallest_on_the_host() -> None:
     assert "updates on host            6 in" in str(found.statuses[-1])
 
 
+@pytest.mark.slow
 def test_last_layers_come_first() -> None:
     on_host: list[bool] = []
 
@@ -79,6 +83,7 @@ def test_last_layers_come_first() -> None:
     assert on_host[1::2] == [False] * 6, "biases are too small to be worth it"
 
 
+@pytest.mark.slow
 def test_groups_and_a_scheduler() -> None:
     def program(this: Run) -> None:
         net = model()
@@ -101,6 +106,7 @@ def test_groups_and_a_scheduler() -> None:
     check(program)
 
 
+@pytest.mark.slow
 def test_master_weights() -> None:
     """A model in bfloat16, whose attached optimizer updates copies in float32."""
 
@@ -127,6 +133,7 @@ def test_master_weights() -> None:
     check(program, share=1.0, updates=6)
 
 
+@pytest.mark.slow
 def test_weights_in_bfloat16() -> None:
     def step_of(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
         loss: Tensor = net(net.batch(step)[0].bfloat16())

@@ -94,6 +94,7 @@ def test_a_parameter_is_used_in_the_graphs_and_changed_in_its_update() -> None:
             assert set(tensor.windows[0]) <= set(updates)
 
 
+@pytest.mark.slow
 def test_what_moves_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step that follows one under the same plan."""
     monkeypatch.setattr("teraplan.runtime.session.learn", lambda *_, **__: Lesson())
@@ -143,6 +144,7 @@ def with_host_tier(plan: Plan) -> Plan:
     return replace(plan, prediction=predict(plan.trace, plan.hardware, plan.migrations))
 
 
+@pytest.mark.slow
 def test_training_state_goes_to_storage_where_there_is_host_memory() -> None:
     run_moving(training(adamw), host_budget=1 << 30)
     _, plan = planned_case()
@@ -152,6 +154,7 @@ def test_training_state_goes_to_storage_where_there_is_host_memory() -> None:
     assert {kind for kind, tier in tiers if tier is Tier.HOST} <= {TensorKind.ACTIVATION}
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps_is_no_part_of_the_plan() -> None:
     def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
         with torch.no_grad():

@@ -311,6 +311,7 @@ def test_a_plan_without_splits_is_replaced_where_it_is_slower() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_relies_on_one_copy_is_split_together() -> None:
     trace = grown(layers_step((4000, 8000, 12_000, 6000), micro_batches=2), 1000)
     found = 0
@@ -344,6 +345,7 @@ def test_a_group_is_split_into_its_members() -> None:
         assert sum(m.host_bytes > 0 for m in moved) <= 1
 
 
+@pytest.mark.slow
 def test_a_coarse_plan_with_splits_holds() -> None:
     trace, hardware = gpt_trace(12, layer_ns=5_000_000), machine(6.0, host=12.0)
     limit = budgets(between(trace, 0.1))
