@@ -12,8 +12,8 @@ _MEASURED_IN_BYTES = 512 << 10
 """Memory that is measured as the process's comes in pages."""
 _SPARE_FRACTION = 1 / 64
 """Of the predicted least is added: kernels have memory of their own."""
-_HOPELESS_FRACTION = 0.85
-"""With less than this part of what the graphs predict no step was seen to work."""
+_HOPELESS_FRACTION = 1 / 4
+"""Of what graphs have beside what lasts: where sizes vary, three quarters were not needed."""
 
 
 class GraphForecast:
@@ -96,7 +96,7 @@ class GraphForecast:
             certainly: only if it is so much less that measuring would show the same.
         """
         least = self.least_bytes
-        if budget_bytes >= (least * _HOPELESS_FRACTION if certainly else least):
+        if budget_bytes >= (self._hopeless_bytes if certainly else least):
             return
         state = self.state_bytes + self.future_state_bytes
         raise InfeasibleBudgetError(
@@ -106,6 +106,12 @@ class GraphForecast:
             f"{format_nbytes(least)} ({least} bytes), which the graphs predict to be enough",
             least_budget_bytes=least,
         )
+
+    @property
+    def _hopeless_bytes(self) -> int:
+        """Measuring would not show that less is enough."""
+        beside = int((self.least_bytes - self.lasting_bytes) * _HOPELESS_FRACTION)
+        return self.lasting_bytes + max(self._updated_bytes, beside)
 
     @property
     def _updated_bytes(self) -> int:
