@@ -39,7 +39,7 @@ def test_too_few_writes_for_any_plan_is_an_error_that_says_so() -> None:
     budget = limited.options["device_budget"]
     assert isinstance(budget, int)
     with pytest.raises(InfeasibleBudgetError, match=r"daily_writes allows .* in each step; raise"):
-        run(PROGRAM, device_budget=budget * 17 // 16, daily_writes=1)
+        run(PROGRAM, device_budget=budget * 17 // 16, daily_writes=1, training_state="stays")
 
 
 def _planned_writes(limited: Run) -> int:
