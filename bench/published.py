@@ -25,7 +25,7 @@ from teraplan.check_plan import require_valid
 from teraplan.hardware import Budgets, Hardware
 from teraplan.plan import HostUpdate, Migration, Plan
 from teraplan.planners import make_plan
-from teraplan.simulate import Simulation, prediction_of, simulate
+from teraplan.simulate import Simulation, simulate
 from teraplan.step_trace import StepTrace
 
 MLP_OFFLOAD = (
@@ -75,7 +75,7 @@ def simulated(
         hardware=hardware,
         trace=trace,
         migrations=migrations,
-        prediction=prediction_of(done),
+        prediction=done.prediction,
         host_updates=host_updates,
     )
     require_valid(plan)
@@ -230,13 +230,15 @@ def own_split_ms() -> dict[str, float]:
     run = Offloaded(parameters=15.33e9 / 4, forward_ms=209, backward_ms=3 * 209)
     trace, hardware = run.step(), node_of_dos(50.0, 1.69e9)
     stride = simulated(trace, hardware, *run.by_stride(2))
-    limit = Budgets(device_bytes=stride.device_peak_bytes, host_bytes=OPEN, storage_bytes=0)
+    limit = Budgets(
+        device_bytes=stride.prediction.device_peak_bytes, host_bytes=OPEN, storage_bytes=0
+    )
     ours = make_plan(trace, hardware, limit)
     return {
         "stride_2_step_ms": stride.step_ns / 1e6,
         "ours_step_ms": ours.prediction.step_ns / 1e6,
         "ours_on_device": 1 - len(ours.host_updates) / run.count,
-        "device_bytes": stride.device_peak_bytes,
+        "device_bytes": stride.prediction.device_peak_bytes,
     }
 
 

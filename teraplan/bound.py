@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from teraplan.hardware import Hardware, Link, Tier
 from teraplan.lifetimes import Lifetimes
-from teraplan.memory_curve import Curve, sum_ranges
+from teraplan.memory_curve import Curve, sum_columns
 from teraplan.placed_step import held_bytes, work_bytes
 from teraplan.step_trace import TensorKind
 
@@ -130,8 +130,7 @@ def least_read_bytes(periods: Lifetimes, pressure: Curve) -> int:
     num_sites = periods.num_sites
     start, end, nbytes = periods.start, periods.end, periods.nbytes
     wraps = end > num_sites
-    late = zip(start[wraps].tolist(), end[wraps].tolist(), nbytes[wraps].tolist(), strict=True)
-    free = sum_ranges(num_sites, ((a, num_sites, n) for a, _, n in late if a < num_sites))
+    free = sum_columns(num_sites, start[wraps], np.full_like(end[wraps], num_sites), nbytes[wraps])
     missing = np.maximum(pressure - free, 0)
     # what wraps is read at its end in this step; before that it is away from the beginning
     first = np.where(wraps, np.maximum(start - num_sites, 0), start)
@@ -182,7 +181,7 @@ def _lasting(periods: Lifetimes) -> npt.NDArray[np.bool_]:
 
 def _bytes_of(periods: Lifetimes, among: npt.NDArray[np.bool_]) -> Curve:
     columns = (periods.start[among], periods.end[among], periods.nbytes[among])
-    return sum_ranges(periods.num_sites, zip(*(c.tolist() for c in columns), strict=True))
+    return sum_columns(periods.num_sites, *columns)
 
 
 def _islands(periods: Lifetimes) -> list[tuple[int, int]]:

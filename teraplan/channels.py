@@ -9,7 +9,7 @@ A transfer can wait for another one to end before it is queued.
 Times are nanoseconds as floats, so that many short transfers add no rounding; the caller rounds
 when it reports.
 
-A transfer is told by its number in the order of submission; what is known of it is kept in lists.
+A transfer is told by its number; what is known of it is kept in lists.
 """
 
 import itertools
@@ -23,7 +23,6 @@ from teraplan.run_record import Direction
 
 Slot = int
 """Two for each tier: out is even, back is odd; the last is that of the host's cores."""
-_IDLE = -1
 NOTHING = -1
 """The number of no transfer."""
 
@@ -89,7 +88,7 @@ def _link_speeds(links: Mapping[Tier, Link], port: Link | None) -> list[list[flo
 
 @final
 class Channels:
-    """All links of a machine. Calls must come in order of time."""
+    """All links of a machine, and the transfers of a step. Calls must come in order of time."""
 
     __slots__ = (
         "_after",
@@ -98,70 +97,64 @@ class Channels:
         "_end_at",
         "_followers",
         "_latency",
+        "_nbytes",
+        "_next_end",
         "_queues",
         "_running",
+        "_slot",
         "_speeds",
         "_urgent",
         "end",
-        "nbytes",
-        "slot",
         "start",
     )
 
     def __init__(
-        self, links: Mapping[Tier, Link], port: Link | None, cores: HostCores | None = None
+        self,
+        links: Mapping[Tier, Link],
+        port: Link | None,
+        cores: HostCores | None,
+        slots: list[Slot],
+        nbytes: list[int],
     ) -> None:
+        """Channels for transfers with these slots and bytes, by number."""
         num_slots = 2 * len(links) + (cores is not None)
         self._speeds = speeds(links, port, cores)
         self._latency = [float(link.latency_ns) for link in links.values() for _ in range(2)]
         self._latency += [0.0] if cores is not None else []
         self._queues: list[deque[int]] = [deque() for _ in range(num_slots)]
-        self._running = [_IDLE] * num_slots
+        self._running = [NOTHING] * num_slots
         self._begin = [0.0] * num_slots
         """When the bytes of the running transfer start to move."""
         self._end_at = [math.inf] * num_slots
         """When the running transfer ends at the present speeds."""
+        self._next_end = math.inf
+        """The least of these."""
         self._busy = 0
         self._after: dict[int, int] = {}
         """What each transfer that is not queued yet waits for."""
         self._followers: dict[int, list[int]] = {}
         self._urgent: set[int] = set()
         """Of those, what goes to the front of its queue."""
-        self.slot: list[Slot] = []
-        self.nbytes: list[int] = []
-        self.start: list[float] = []
+        self._slot, self._nbytes = slots, nbytes
+        self.start = [-1.0] * len(slots)
         """When each transfer starts; negative while it waits."""
-        self.end: list[float] = []
+        self.end = [-1.0] * len(slots)
         """When each transfer ends; negative until it has."""
 
-    def submit(self, slot: Slot, nbytes: int, now: float, after: int = NOTHING) -> int:
-        """Queues a transfer at time `now`; it starts at once if its slot is idle.
-
-        One that comes `after` another is queued when that has ended.
-        """
-        if self._busy:
+    def submit(self, number: int, now: float) -> None:
+        """Queues a transfer at time `now`; it starts at once if its slot is idle."""
+        if self._next_end <= now:
             self._advance(now)
-        number = len(self.slot)
-        self.slot.append(slot)
-        self.nbytes.append(nbytes)
-        self.start.append(-1.0)
-        self.end.append(-1.0)
-        if after != NOTHING and self.end[after] < 0.0:
-            self._after[number] = after
-            self._followers.setdefault(after, []).append(number)
-        else:
-            self._enqueue(number, now)
-        return number
+        self._enqueue(number, now)
 
-    def _enqueue(self, number: int, now: float) -> None:
-        slot = self.slot[number]
-        if self._running[slot] == _IDLE:
-            self._begin_transfer(slot, number, now)
-            self._set_busy(self._busy | 1 << slot, now)
-        elif number in self._urgent:
-            self._queues[slot].appendleft(number)
-        else:
-            self._queues[slot].append(number)
+    def submit_after(self, number: int, after: int, now: float) -> None:
+        """The same, but the transfer is not queued before another one has ended."""
+        self._advance(now)
+        if self.end[after] >= 0.0:
+            self._enqueue(number, now)
+            return
+        self._after[number] = after
+        self._followers.setdefault(after, []).append(number)
 
     def finish(self, number: int, now: float) -> float:
         """When a transfer ends, if the computation waits for it from `now` on.
@@ -174,7 +167,7 @@ class Channels:
         self._advance(now)
         self._hurry(number)
         while end[number] < 0.0:
-            self._next_end()
+            self._end_next()
         return end[number]
 
     def finish_both(self, first: int, second: int, now: float) -> float:
@@ -193,7 +186,7 @@ class Channels:
             self._urgent.add(number)
             self._hurry(self._after[number])
             return
-        queue = self._queues[self.slot[number]]
+        queue = self._queues[self._slot[number]]
         if queue[0] != number:
             queue.remove(number)
             queue.appendleft(number)
@@ -201,22 +194,23 @@ class Channels:
     def drain(self) -> None:
         """Runs everything that is queued to its end."""
         while self._busy:
-            self._next_end()
+            self._end_next()
 
     def _advance(self, until: float) -> None:
-        while min(self._end_at) <= until:
-            self._next_end()
+        while self._next_end <= until:
+            self._end_next()
 
-    def _next_end(self) -> None:
+    def _end_next(self) -> None:
         """Ends the running transfer that ends first, and starts the next of its slot."""
-        now = min(self._end_at)
+        now = self._next_end
         slot = self._end_at.index(now)
         ended = self._running[slot]
         self.end[ended] = now
         if self._queues[slot]:
             self._begin_transfer(slot, self._queues[slot].popleft(), now)
+            self._next_end = min(self._end_at)
         else:
-            self._running[slot] = _IDLE
+            self._running[slot] = NOTHING
             self._end_at[slot] = math.inf
             self._set_busy(self._busy & ~(1 << slot), now)
         if ended in self._followers:
@@ -224,19 +218,30 @@ class Channels:
                 del self._after[number]
                 self._enqueue(number, now)
 
+    def _enqueue(self, number: int, now: float) -> None:
+        slot = self._slot[number]
+        if self._running[slot] == NOTHING:
+            self._begin_transfer(slot, number, now)
+            self._set_busy(self._busy | 1 << slot, now)
+        elif number in self._urgent:
+            self._queues[slot].appendleft(number)
+        else:
+            self._queues[slot].append(number)
+
     def _begin_transfer(self, slot: Slot, number: int, now: float) -> None:
         self._running[slot] = number
         self.start[number] = now
         begin = now + self._latency[slot]
         self._begin[slot] = begin
-        self._end_at[slot] = begin + self.nbytes[number] / self._speeds[self._busy][slot]
+        self._end_at[slot] = begin + self._nbytes[number] / self._speeds[self._busy][slot]
 
     def _set_busy(self, busy: int, now: float) -> None:
         """The slots that are busy from `now` on: what is running goes on at other speeds."""
         before, after = self._speeds[self._busy], self._speeds[busy]
         self._busy = busy
         for slot, number in enumerate(self._running):
-            if number != _IDLE and before[slot] != after[slot]:
+            if number != NOTHING and before[slot] != after[slot]:
                 moving = self._begin[slot] if self._begin[slot] > now else now
                 left = (self._end_at[slot] - moving) * before[slot]
                 self._end_at[slot] = moving + left / after[slot]
+        self._next_end = min(self._end_at)

@@ -128,11 +128,13 @@ def _format_windows(tensor: Tensor) -> str:
 
 def _period(tensor: Tensor, num_sites: int, m: Migration) -> int | None:
     """Number of the idle period that holds the migration, None if there is none."""
-    ends = [end for _, end in tensor.windows]
-    starts = [start for start, _ in tensor.windows[1:]]
-    if tensor.persistent:
-        starts.append(tensor.windows[0][0] + num_sites)
-    for number, (idle_from, idle_to) in enumerate(zip(ends, starts, strict=False)):
+    for number, (_, idle_from) in enumerate(tensor.windows):
+        if number + 1 < len(tensor.windows):
+            idle_to = tensor.windows[number + 1][0]
+        elif tensor.persistent:
+            idle_to = tensor.windows[0][0] + num_sites
+        else:
+            break
         if idle_from <= m.leave and m.needed <= idle_to:
             return number
     return None

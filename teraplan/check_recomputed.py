@@ -42,6 +42,8 @@ def _why_not(plan: Plan, tensor_id: int, chosen: Sequence[int]) -> str | None:
 
 def with_recomputed(plan: Plan) -> Plan:
     """The plan with a trace in which the recomputed tensors are born where they are needed."""
+    if not plan.recomputed:
+        return plan
     windows = [list(tensor.windows) for tensor in plan.trace.tensors]
     extra_ns = [0] * len(plan.trace.sites)
     extra_bytes = [0] * len(plan.trace.sites)

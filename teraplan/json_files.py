@@ -113,16 +113,19 @@ def _lines(value: dict[str, object]) -> Iterable[str]:
     yield "\n}\n"
 
 
+_SORTED = json.JSONEncoder(sort_keys=True)
+
+
 def _member(value: object) -> Iterable[str]:
     if isinstance(value, dict) and any(isinstance(v, (dict, list)) for v in value.values()):
         yield from (line.rstrip("\n") if line == "\n}\n" else line for line in _lines(value))
     elif isinstance(value, list) and value and isinstance(value[0], dict):
         yield "[\n"
         for index, item in enumerate(value):
-            yield ("" if index == 0 else ",\n") + json.dumps(item, sort_keys=True)
+            yield ("" if index == 0 else ",\n") + _SORTED.encode(item)
         yield "\n]"
     else:
-        yield json.dumps(value, sort_keys=True)
+        yield _SORTED.encode(value)
 
 
 @final
@@ -193,8 +196,10 @@ class Node:
     def integers(self, length: int | None = None, limit: int = MAX_INT) -> tuple[int, ...]:
         """A list of integers from 0 to `limit`."""
         items = self._list(length)
-        if all(type(item) is int and 0 <= item <= limit for item in items):
-            return tuple(items)  # type: ignore[arg-type]
+        if set(map(type, items)) <= {int}:
+            numbers: list[int] = items  # type: ignore[assignment]
+            if not numbers or (min(numbers) >= 0 and max(numbers) <= limit):
+                return tuple(numbers)
         return tuple(node.integer(limit) for node in self.items())
 
     def is_null(self) -> bool:

@@ -6,14 +6,16 @@ What happens when is `simulator`'s; this adds everything that follows from the p
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from teraplan.errors import ConfigError
 from teraplan.hardware import Hardware, Tier
-from teraplan.memory_curve import device_curve, fixed_curve, peak
+from teraplan.memory_curve import Curve, device_curve, fixed_curve, peak
 from teraplan.placed_step import HostWork, PlacedStep
 from teraplan.plan import HostUpdate, Migration, Prediction, Recomputation
 from teraplan.recomputed_step import recomputed_step
 from teraplan.run_record import Direction, StallRecord, TransferRecord
-from teraplan.simulator import Simulator, Timing, Transfer
+from teraplan.simulator import LONGEST_NS, Simulator, Timing, Transfer
 from teraplan.step_trace import StepTrace
+from teraplan.units import format_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,23 +34,19 @@ class HostUpdateRecord:
 class Simulation:
     """A simulated step, in the terms of `RunRecord` so that the two can be compared."""
 
-    step_ns: int
-    ideal_ns: int
+    prediction: Prediction
     site_start_ns: tuple[int, ...]
     """When each site is reached, before its waits."""
     managed_bytes: tuple[int, ...]
     """Bytes of listed tensors on the device in each interval."""
     transfers: tuple[TransferRecord, ...]
     stalls: tuple[StallRecord, ...]
-    device_peak_bytes: int
-    unlimited_peak_bytes: int
-    managed_peak_bytes: int
-    host_peak_bytes: int
-    storage_peak_bytes: int
-    out_bytes: dict[Tier, int]
-    back_bytes: dict[Tier, int]
-    stall_ns: dict[int, int]
     host_updates: tuple[HostUpdateRecord, ...] = ()
+
+    @property
+    def step_ns(self) -> int:
+        """Length of the step."""
+        return self.prediction.step_ns
 
 
 def simulate(
@@ -60,36 +58,22 @@ def simulate(
     """The step of `trace` under a plan, which must be valid (`check_plan`).
 
     Raises:
-        ConfigError: if a migration goes over a link that the machine does not have, or an update
-            runs on a host of unknown speed.
+        ConfigError: if a migration goes over a link that the machine does not have, an update runs
+            on a host of unknown speed, or the step is too long to be told.
     """
     placed = PlacedStep.of(trace, host_updates)
     timing = Simulator(placed.trace, hardware, placed.work).run(migrations, with_transfers=True)
-    return describe(trace, placed, migrations, timing)
+    return _described(trace, placed, migrations, timing)
 
 
-def describe(
+def _described(
     trace: StepTrace, placed: PlacedStep, migrations: Sequence[Migration], timing: Timing
 ) -> Simulation:
     """A simulated step with names, memory and sums."""
     tensors = trace.tensors
-    stall_ns: dict[int, int] = {}
-    for wait in timing.waits:
-        tensor_id = moved_tensor(migrations, placed.work, wait.migration, wait.direction)
-        stall_ns[tensor_id] = stall_ns.get(tensor_id, 0) + wait.duration_ns
     managed = placed.managed(migrations)
-    out_bytes: dict[Tier, int] = {}
-    back_bytes: dict[Tier, int] = {}
-    for m in migrations:
-        for tier, nbytes in m.parts(tensors[m.tensor_id].nbytes):
-            out_bytes[tier] = out_bytes.get(tier, 0) + (0 if m.clean else nbytes)
-            back_bytes[tier] = back_bytes.get(tier, 0) + nbytes
-    for w in placed.work:
-        out_bytes[Tier.HOST] = out_bytes.get(Tier.HOST, 0) + w.gradient_bytes
-        back_bytes[Tier.HOST] = back_bytes.get(Tier.HOST, 0) + w.parameter_bytes
     return Simulation(
-        step_ns=timing.step_ns,
-        ideal_ns=trace.duration_ns,
+        prediction=_prediction(trace, placed, migrations, timing, managed),
         site_start_ns=tuple(timing.site_ns[:-1].tolist()),
         managed_bytes=tuple(managed.tolist()),
         transfers=tuple(_record(trace, placed, migrations, t) for t in timing.transfers),
@@ -104,14 +88,6 @@ def describe(
             )
             for wait in timing.waits
         ),
-        device_peak_bytes=peak(fixed_curve(placed.trace) + managed),
-        unlimited_peak_bytes=peak(device_curve(trace)),
-        managed_peak_bytes=peak(managed),
-        host_peak_bytes=peak(placed.occupied(migrations, Tier.HOST)),
-        storage_peak_bytes=peak(placed.occupied(migrations, Tier.STORAGE)),
-        out_bytes=out_bytes,
-        back_bytes=back_bytes,
-        stall_ns=stall_ns,
         host_updates=tuple(
             HostUpdateRecord(
                 tensor=tensors[placed.work[run.work].parameter].name,
@@ -121,6 +97,50 @@ def describe(
             )
             for run in timing.host_runs
         ),
+    )
+
+
+def _prediction(
+    trace: StepTrace,
+    placed: PlacedStep,
+    migrations: Sequence[Migration],
+    timing: Timing,
+    managed: Curve,
+) -> Prediction:
+    """What a plan keeps of a simulated step in which so many listed bytes are on the device.
+
+    Raises:
+        ConfigError: if the step is too long to be told.
+    """
+    if timing.step_ns >= LONGEST_NS:
+        raise ConfigError(
+            f"the step takes {format_ns(LONGEST_NS)} or longer, over links that are too slow for "
+            "what has to move; correct the speeds of the hardware, or raise the device budget"
+        )
+    stall_ns: dict[int, int] = {}
+    for wait in timing.waits:
+        tensor_id = moved_tensor(migrations, placed.work, wait.migration, wait.direction)
+        stall_ns[tensor_id] = stall_ns.get(tensor_id, 0) + wait.duration_ns
+    out_bytes: dict[Tier, int] = {}
+    back_bytes: dict[Tier, int] = {}
+    for m in migrations:
+        for tier, nbytes in m.parts(trace.tensors[m.tensor_id].nbytes):
+            out_bytes[tier] = out_bytes.get(tier, 0) + (0 if m.clean else nbytes)
+            back_bytes[tier] = back_bytes.get(tier, 0) + nbytes
+    for w in placed.work:
+        out_bytes[Tier.HOST] = out_bytes.get(Tier.HOST, 0) + w.gradient_bytes
+        back_bytes[Tier.HOST] = back_bytes.get(Tier.HOST, 0) + w.parameter_bytes
+    return Prediction(
+        step_ns=timing.step_ns,
+        ideal_ns=trace.duration_ns,
+        device_peak_bytes=peak(fixed_curve(placed.trace) + managed),
+        unlimited_peak_bytes=peak(device_curve(trace)),
+        managed_peak_bytes=peak(managed),
+        host_peak_bytes=peak(placed.occupied(migrations, Tier.HOST)),
+        storage_peak_bytes=peak(placed.occupied(migrations, Tier.STORAGE)),
+        out_bytes=out_bytes,
+        back_bytes=back_bytes,
+        stall_ns=stall_ns,
     )
 
 
@@ -156,26 +176,16 @@ def predict(
     host_updates: Sequence[HostUpdate] = (),
     recomputed: Sequence[Recomputation] = (),
 ) -> Prediction:
-    """The prediction that belongs into a plan with these migrations and other choices."""
+    """The prediction that belongs into a plan with these migrations and other choices.
+
+    Raises:
+        ConfigError: as `simulate`.
+    """
     step = recomputed_step(trace, [choice.tensor_id for choice in recomputed])
-    return replace(
-        prediction_of(simulate(step, hardware, migrations, host_updates)),
-        ideal_ns=trace.duration_ns,
-        unlimited_peak_bytes=peak(device_curve(trace)),
-    )
-
-
-def prediction_of(simulation: Simulation) -> Prediction:
-    """The part of a simulation that a plan keeps."""
-    return Prediction(
-        step_ns=simulation.step_ns,
-        ideal_ns=simulation.ideal_ns,
-        device_peak_bytes=simulation.device_peak_bytes,
-        unlimited_peak_bytes=simulation.unlimited_peak_bytes,
-        managed_peak_bytes=simulation.managed_peak_bytes,
-        host_peak_bytes=simulation.host_peak_bytes,
-        storage_peak_bytes=simulation.storage_peak_bytes,
-        out_bytes=simulation.out_bytes,
-        back_bytes=simulation.back_bytes,
-        stall_ns=simulation.stall_ns,
-    )
+    placed = PlacedStep.of(step, host_updates)
+    timing = Simulator(placed.trace, hardware, placed.work).run(migrations)
+    said = _prediction(step, placed, migrations, timing, placed.managed(migrations))
+    if not recomputed:
+        return said
+    unlimited = peak(device_curve(trace))
+    return replace(said, ideal_ns=trace.duration_ns, unlimited_peak_bytes=unlimited)

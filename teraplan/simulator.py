@@ -36,7 +36,19 @@ from teraplan.lifetimes import Ints, site_times
 from teraplan.placed_step import HostWork
 from teraplan.plan import Migration
 from teraplan.run_record import Direction
+from teraplan.step_events import (
+    QUEUE,
+    QUEUE_AFTER,
+    QUEUE_BOTH,
+    WAIT,
+    WAIT_BOTH,
+    Moves,
+    StepEvents,
+)
 from teraplan.step_trace import StepTrace
+
+LONGEST_NS = 1 << 53
+"""Steps that end after this, 104 days, count as this long: up to there floats tell nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +128,9 @@ class Simulator:
             self.links[Tier.STORAGE] = hardware.storage_link
         self.port = hardware.device_port
         self.site_ns = site_times(trace)
-        self.times: list[int] = self.site_ns.tolist()
-        """`site_ns` as a list."""
-        self._nbytes = [tensor.nbytes for tensor in trace.tensors]
+        sizes = (tensor.nbytes for tensor in trace.tensors)
+        self.nbytes = np.fromiter(sizes, np.int64, len(trace.tensors))
+        """Sizes of tensors."""
 
     def run(self, migrations: Sequence[Migration], *, with_transfers: bool = False) -> Timing:
         """The step under `migrations`.
@@ -127,22 +139,13 @@ class Simulator:
             ConfigError: if a migration goes over a link that the machine does not have.
         """
         for m in migrations:
-            tier = Tier.HOST if m.host_bytes and m.tier in self.links else m.tier
-            if tier not in self.links:
+            if m.tier not in self.links or (m.host_bytes and Tier.HOST not in self.links):
+                tier = Tier.HOST if m.tier in self.links else m.tier
                 name = self.trace.tensors[m.tensor_id].name
                 raise ConfigError(f"{name} moves to {tier}, but the hardware has no such link")
         run = _Run(self, migrations)
         run.to_the_end()
         return run.timing(with_transfers)
-
-    def nbytes(self, tensor_id: int) -> int:
-        """Size of a tensor."""
-        return self._nbytes[tensor_id]
-
-
-_LEAVE, _GONE, _READY, _BACK, _NEEDED = range(5)
-_SITE_OF = {_LEAVE: 0, _GONE: 1, _BACK: 2, _NEEDED: 3, _READY: 5}
-"""Columns of `_Run` by what happens at the site there."""
 
 
 @final
@@ -151,176 +154,144 @@ class _Run:
 
     def __init__(self, owner: Simulator, migrations: Sequence[Migration]) -> None:
         self._owner = owner
-        self._migrations = migrations
         self._num_sites = len(owner.trace.sites)
-        rows = [(m.leave, m.gone, m.back, m.needed, m.clean, 0) for m in migrations]
-        rows += [(w.flush, w.gone, w.back, w.needed, False, w.ready) for w in owner.work]
-        self._columns = np.array(rows, dtype=np.int64).reshape(-1, 6)
-        self._parts = [m.parts(owner.nbytes(m.tensor_id)) for m in migrations]
-        wraps = bool((self._columns[:, :4] >= self._num_sites).any())
-        self._num_steps = 2 if wraps else 1
-        self._channels = Channels(owner.links, owner.port, owner.cores)
-        self._numbers: dict[tuple[int, int], int] = {}
-        """Numbers of transfers by (migration of an unrolled step, direction as 0 or 1); where a
-        tensor is split, that of its second part is the next."""
-        self._runs: dict[int, int] = {}
-        """Numbers of what the host's cores do, by update of an unrolled step."""
-        self._waits: list[tuple[int, int, int, float, float]] = []
-        self._delays: list[tuple[int, float]] = []
-        """How much later than without waits sites are left, where that changes; ascending."""
+        self._cores_slot = 2 * len(owner.links)
+        slots = slots_of(owner.links)
+        moves = Moves.of(
+            migrations,
+            owner.work,
+            owner.nbytes,
+            slots.get((Tier.HOST, Direction.OUT), NOTHING),
+            slots.get((Tier.STORAGE, Direction.OUT), NOTHING),
+        )
+        self._moves = moves
+        self._num_steps = moves.num_steps(self._num_sites)
+        self._events = StepEvents.of(moves, self._num_sites, self._cores_slot)
+        self._nbytes: list[int] = self._events.nbytes.tolist()
+        self._channels = Channels(
+            owner.links, owner.port, owner.cores, self._events.slots.tolist(), self._nbytes
+        )
+        self._waits: list[tuple[int, float, float]] = []
+        """Events at which the computation waits, from when and until when."""
 
     def to_the_end(self) -> None:
-        """Visits all sites at which something happens, and lets the transfers end."""
-        channels, numbers, site_ns = self._channels, self._numbers, self._owner.times
-        slots = slots_of(self._owner.links)
-        moved = [
-            ((slots[tier, Direction.OUT], nbytes), (slots[tier, Direction.BACK], nbytes))
-            for parts in self._parts
-            for tier, nbytes in parts[:1]
-        ]
-        second = {
-            index: ((slots[tier, Direction.OUT], nbytes), (slots[tier, Direction.BACK], nbytes))
-            for index, parts in enumerate(self._parts)
-            for tier, nbytes in parts[1:]
-        }
-        moved += [
-            (
-                (slots[Tier.HOST, Direction.OUT], w.gradient_bytes),
-                (slots[Tier.HOST, Direction.BACK], w.parameter_bytes),
-            )
-            for w in self._owner.work
-        ]
-        count, delay = len(moved), 0.0
-        for site, phase, key in zip(*self._events(), strict=True):
-            now = site_ns[site] + delay
-            if phase == _READY:
-                work = self._owner.work[key % count - len(self._migrations)]
-                flushed = numbers[key, 0]
-                cores = 2 * len(self._owner.links)
-                self._runs[key] = channels.submit(cores, work.work_bytes, now, flushed)
-                continue
-            side = int(phase > _READY)
-            if phase in (_LEAVE, _BACK):
-                slot, nbytes = moved[key % count][side]
-                after = self._runs.get(key, NOTHING) if side else NOTHING
-                numbers[key, side] = channels.submit(slot, nbytes, now, after)
-                if key % count in second:
-                    channels.submit(*second[key % count][side], now)
-                continue
-            number = numbers[key, side]
-            if key % count in second:
+        """Goes through all events, and lets the transfers end."""
+        channels, events = self._channels, self._events
+        submit, end, after = channels.submit, channels.end, events.after
+        columns = (
+            self._owner.site_ns[events.sites].astype(np.float64).tolist(),
+            events.actions.tolist(),
+            events.numbers.tolist(),
+        )
+        delay, event = 0.0, -1
+        for site_ns, action, number in zip(*columns, strict=True):
+            event += 1
+            now = site_ns + delay
+            if action == QUEUE:
+                submit(number, now)
+            elif action == WAIT:
+                done = end[number]
+                if done < 0.0:
+                    done = channels.finish(number, now)
+                if done > now:
+                    self._waits.append((event, now, done))
+                    delay = done - site_ns
+            elif action == WAIT_BOTH:
                 done = channels.finish_both(number, number + 1, now)
-            else:
-                done = channels.finish(number, now)
-            if done > now:
-                self._waits.append((site, key % count, side, now, done))
-                delay = done - site_ns[site]
-                self._delays.append((site, delay))
+                if done > now:
+                    self._waits.append((event, now, done))
+                    delay = done - site_ns
+            elif action == QUEUE_BOTH:
+                submit(number, now)
+                submit(number + 1, now)
+            elif action == QUEUE_AFTER:
+                channels.submit_after(number, after[number], now)
         channels.drain()
-
-    def _events(self) -> tuple[list[int], list[int], list[int]]:
-        """Site, phase and key of what happens in the unrolled steps, in the order it happens.
-
-        The key of migration m in unrolled step c is (c + 1) * migrations + m. Of the step before
-        the first one, only what ends in the first is there; its copies back start at site 0.
-        """
-        columns, num_sites = self._columns, self._num_sites
-        end = self._num_steps * num_sites
-        rows = np.arange(len(columns))
-        parts: list[tuple[Ints, ...]] = []
-        for copy in range(1 - self._num_steps, self._num_steps):
-            at = columns + copy * num_sites
-            written = (columns[:, 4] == 0) & (at[:, 0] >= 0) & (at[:, 0] < end)
-            alive = at[:, 3] >= 0
-            there = {
-                _LEAVE: alive & written,
-                _GONE: alive & written & (at[:, 1] < end),
-                _READY: alive & written & (rows >= len(self._migrations)),
-                _BACK: alive & (at[:, 2] < end),
-                _NEEDED: alive & (at[:, 3] < end),
-            }
-            for phase, chosen in there.items():
-                here = rows[chosen]
-                site = np.maximum(at[here, _SITE_OF[phase]], 0)
-                if phase == _READY:
-                    # not before the copy out is queued
-                    site = np.maximum(columns[here, 5], columns[here, 0]) + copy * num_sites
-                order = 3 if phase == _BACK else 1
-                first = columns[here, order] if phase != _GONE else np.zeros_like(here)
-                first = first if phase != _NEEDED else np.zeros_like(here)
-                key = here + (copy + 1) * len(columns)
-                parts.append((site, np.full_like(here, phase), first, key))
-        if not parts:
-            return [], [], []
-        sites, phases, firsts, keys = (np.concatenate(part) for part in zip(*parts, strict=True))
-        sequence = np.lexsort((keys, firsts, phases, sites))
-        return sites[sequence].tolist(), phases[sequence].tolist(), keys[sequence].tolist()
 
     def timing(self, with_transfers: bool) -> Timing:
         """What happened in the last of the unrolled steps."""
+        events, all_ns = self._events, self._owner.site_ns
         first = (self._num_steps - 1) * self._num_sites
         sites = np.arange(first, first + self._num_sites + 1)
-        visited = np.array([site for site, _ in self._delays], dtype=np.int64)
-        delays = np.array([0.0, *(delay for _, delay in self._delays)])
-        reached = self._owner.site_ns[sites] + delays[np.searchsorted(visited, sites)]
+        waited = np.array([event for event, _, _ in self._waits], dtype=np.int64)
+        at = events.sites[waited]
+        done_ns = np.array([done for _, _, done in self._waits])
+        delays = np.concatenate([np.zeros(1), done_ns - all_ns[at]])
+        reached = all_ns[sites] + delays[np.searchsorted(at, sites)]
         begin, end = float(reached[0]), float(reached[-1])
+        count = max(self._moves.ready.size, 1)
+        what = zip(
+            at.tolist(),
+            (events.keys[waited] % count).tolist(),
+            events.back[waited].tolist(),
+            self._waits,
+            strict=True,
+        )
         waits = tuple(
             Wait(
                 site=site - first,
                 migration=index,
-                direction=Direction.BACK if side else Direction.OUT,
-                start_ns=round(start - begin),
-                duration_ns=round(done - begin) - round(start - begin),
+                direction=Direction.BACK if back else Direction.OUT,
+                start_ns=_rounded(start - begin),
+                duration_ns=_rounded(done - begin) - _rounded(start - begin),
             )
-            for site, index, side, start, done in self._waits
+            for site, index, back, (_, start, done) in what
             if site >= first
         )
+        transfers, runs = self._recorded(begin, end) if with_transfers else ((), ())
         return Timing(
-            step_ns=round(end - begin),
-            site_ns=np.rint(reached - begin).astype(np.int64),
+            step_ns=_rounded(end - begin) if end < LONGEST_NS else LONGEST_NS,
+            site_ns=np.rint(np.minimum(reached - begin, LONGEST_NS)).astype(np.int64),
             waits=waits,
-            transfers=self._transfers(begin, end) if with_transfers else (),
-            host_runs=self._host_runs(begin, end) if with_transfers else (),
+            transfers=transfers,
+            host_runs=runs,
         )
 
-    def _host_runs(self, begin: float, end: float) -> tuple[HostRun, ...]:
-        channels, count = self._channels, len(self._columns)
-        found = [
-            (channels.start[number], key, number)
-            for key, number in self._runs.items()
-            if begin <= channels.start[number] < end
-        ]
-        return tuple(
-            HostRun(
-                work=key % count - len(self._migrations),
-                start_ns=round(start - begin),
-                end_ns=round(channels.end[number] - begin),
-                steps_before=self._num_steps - key // count,
-            )
-            for start, key, number in sorted(found)
+    def _recorded(
+        self, begin: float, end: float
+    ) -> tuple[tuple[Transfer, ...], tuple[HostRun, ...]]:
+        """What starts in the last of the unrolled steps, of the links and of the host's cores."""
+        events, channels = self._events, self._channels
+        start = np.array(channels.start)
+        here = np.flatnonzero((begin <= start) & (start < end))
+        event, slot = events.queued_by[here], events.slots[here]
+        keys, back = events.keys[event], events.back[event]
+        order = np.lexsort((here, keys, ~back, slot // 2, start[here]))
+        count = max(self._moves.ready.size, 1)
+        tiers, cores_slot = list(self._owner.links), self._cores_slot
+        transfers: list[Transfer] = []
+        runs: list[HostRun] = []
+        rows = zip(
+            here[order].tolist(),
+            slot[order].tolist(),
+            (keys[order] % count).tolist(),
+            (self._num_steps - keys[order] // count).tolist(),
+            strict=True,
         )
+        for number, slot_now, index, steps_before in rows:
+            start_ns = _rounded(channels.start[number] - begin)
+            end_ns = _rounded(channels.end[number] - begin)
+            if slot_now == cores_slot:
+                run = HostRun(
+                    work=index - self._moves.num_migrations,
+                    start_ns=start_ns,
+                    end_ns=end_ns,
+                    steps_before=steps_before,
+                )
+                runs.append(run)
+                continue
+            transfer = Transfer(
+                migration=index,
+                direction=Direction.BACK if slot_now % 2 else Direction.OUT,
+                tier=tiers[slot_now // 2],
+                nbytes=self._nbytes[number],
+                start_ns=start_ns,
+                end_ns=end_ns,
+                steps_before=steps_before,
+            )
+            transfers.append(transfer)
+        return tuple(transfers), tuple(runs)
 
-    def _transfers(self, begin: float, end: float) -> tuple[Transfer, ...]:
-        channels = self._channels
-        count, last = len(self._columns), self._num_steps - 1
-        found: list[tuple[float, Tier, Direction, int, int]] = []
-        for (key, side), first in self._numbers.items():
-            index = key % count
-            hosted = index >= len(self._migrations)
-            tiers = [Tier.HOST] if hosted else [tier for tier, _ in self._parts[index]]
-            direction = Direction.BACK if side else Direction.OUT
-            for number, tier in enumerate(tiers, first):
-                if begin <= channels.start[number] < end:
-                    found.append((channels.start[number], tier, direction, key, number))
-        return tuple(
-            Transfer(
-                migration=key % count,
-                direction=direction,
-                tier=tier,
-                nbytes=channels.nbytes[number],
-                start_ns=round(start - begin),
-                end_ns=round(channels.end[number] - begin),
-                steps_before=last - (key // count - 1),
-            )
-            for start, tier, direction, key, number in sorted(found)
-        )
+
+def _rounded(ns: float) -> int:
+    return round(min(ns, LONGEST_NS))

@@ -34,6 +34,10 @@ from teraplan.step_trace import (
 )
 
 SCHEMA = "teraplan.trace"
+MAX_STEP_NS = 1 << 51
+"""Computation of a step, with all that can be computed again: 26 days."""
+MAX_STEP_BYTES = 1 << 60
+"""Of a step, with state, workspace and what computing again takes."""
 # 1 (2026-11): first version.
 # 2 (2026-11): tensors have `changed_in`; in version 1 it is not known.
 # 3 (2026-11): `updates`, and tensors have `recompute`; older versions have none.
@@ -178,7 +182,23 @@ def decode_trace(node: Node) -> StepTrace:
         sites=sites,
         tensors=tensors,
     )
+    _require_countable(trace, node)
     return _with_updates(trace, node.get("updates").items()) if node.has("updates") else trace
+
+
+def _require_countable(trace: StepTrace, node: Node) -> None:
+    """Raise FileFormatError if the step is longer, or has more bytes, than can be counted with."""
+    again = [t.recompute for t in trace.tensors if t.recompute is not None]
+    duration_ns = trace.duration_ns + sum(r.duration_ns for r in again)
+    workspace = max((site.workspace_bytes for site in trace.sites), default=0)
+    nbytes = sum(t.nbytes for t in trace.tensors) + sum(r.temporary_bytes for r in again)
+    if duration_ns > MAX_STEP_NS:
+        where = node.get("sites").get("duration_ns")
+        raise where.fail(f"add up to {duration_ns} ns, at most {MAX_STEP_NS}")
+    total = trace.state_bytes + workspace + nbytes
+    if total > MAX_STEP_BYTES:
+        where = node.get("tensors")
+        raise where.fail(f"add up to {total} bytes with state, at most {MAX_STEP_BYTES}")
 
 
 def _with_updates(trace: StepTrace, nodes: Sequence[Node]) -> StepTrace:

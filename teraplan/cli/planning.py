@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from teraplan.config import Budget
 from teraplan.errors import ConfigError
 from teraplan.hardware import Budgets, Link
+from teraplan.json_files import MAX_INT
 from teraplan.library.machine_file import find_machine
 from teraplan.library.machines import DEVICES, Machine
 from teraplan.library.models import MODELS, Workload, trace_of
@@ -112,7 +113,7 @@ def budgets_of(
         if text is None:
             return capacity
         try:
-            return Budget.parse(text).resolve(most)
+            return min(Budget.parse(text).resolve(most), MAX_INT)
         except ValueError as error:
             raise ConfigError(f"budget {text!r}: {error}") from error
 

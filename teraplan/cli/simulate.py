@@ -1,6 +1,7 @@
 """`teraplan simulate`: what a plan does to a step, perhaps another than it was made for."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,16 @@ from teraplan.report.plan_text import plan_json, plan_screen
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
 from teraplan.trace_file import read_trace
+from teraplan.violations import Violation, ViolationKind
+
+_RUNNABLE = (
+    ViolationKind.CLEAN,
+    ViolationKind.DEVICE_BUDGET,
+    ViolationKind.HOST_BUDGET,
+    ViolationKind.STORAGE_BUDGET,
+    ViolationKind.PREDICTION,
+)
+"""Plans in which no more than this is wrong can be simulated."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,22 +42,33 @@ def _run(options: argparse.Namespace) -> int:
     plan, _ = read_plan_or_runs(options.plan)
     _require_same_step(trace, plan)
     hardware = find_machine(options.hardware).hardware if options.hardware else plan.hardware
+    same = replace(plan, trace=trace)
+    broken = tuple(v for v in check_plan(same) if v.kind not in _RUNNABLE)
+    if broken:
+        return _refuse(options, same, broken)
     prediction = predict(trace, hardware, *plan.choices)
     bound_ns = plan.prediction.bound_ns if hardware == plan.hardware else 0
     if trace == plan.trace:
         prediction = replace(prediction, bound_ns=bound_ns)
     again = replace(plan, trace=trace, hardware=hardware, prediction=prediction)
     violations = check_plan(again)
-    step, moves = again.step, (plan.migrations, plan.host_updates)
+    if violations:
+        return _refuse(options, again, violations)
+    path = critical_path(again.step, hardware, plan.migrations, plan.host_updates)
     if options.json:
-        path = None if violations else critical_path(step, hardware, *moves).as_json()
-        emit_json(plan_json(again) | {"fits": not violations, "critical_path": path})
-    elif violations:
-        emit(violations_text(again, violations))
+        emit_json(plan_json(again) | {"fits": True, "critical_path": path.as_json()})
     else:
-        path_lines = critical_path(step, hardware, *moves).describe(step)
-        emit("\n".join([plan_screen(again), "", "What the step is as long as:", *path_lines]))
-    return NO if violations else DONE
+        lines = [plan_screen(again), "", "What the step is as long as:", *path.describe(again.step)]
+        emit("\n".join(lines))
+    return DONE
+
+
+def _refuse(options: argparse.Namespace, plan: Plan, violations: Sequence[Violation]) -> int:
+    if options.json:
+        emit_json(plan_json(plan) | {"fits": False, "critical_path": None})
+    else:
+        emit(violations_text(plan, violations))
+    return NO
 
 
 def _require_same_step(trace: StepTrace, plan: Plan) -> None:

@@ -25,6 +25,7 @@ from teraplan.recomputed_step import recomputed_step
 from teraplan.relaxation import relaxed_bound_ns
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
+from teraplan.violations import ViolationKind
 
 POLICIES: Mapping[str, Planner] = MappingProxyType(
     {
@@ -75,15 +76,23 @@ def make_plan(
         split: let "teraplan" split tensors between host memory and storage.
 
     Raises:
-        ConfigError: if there is no such policy, a rule matches nothing, or scipy is missing.
+        ConfigError: if there is no such policy, a rule matches nothing, scipy is missing, or the
+            links are so slow that the step takes months.
         InfeasibleBudgetError: if no plan fits; says which site needs how much.
     """
     planner = planner_named(policy)
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
 
-    def plan_step(recomputed: tuple[Recomputation, ...] = ()) -> Plan:
+    kept = Problem.of(trace, hardware, budgets)
+
+    def problem_of(recomputed: tuple[Recomputation, ...]) -> Problem:
+        if not recomputed:
+            return kept
         step = recomputed_step(trace, [choice.tensor_id for choice in recomputed])
-        asked = replace(_problem(step, hardware, budgets, rules or {}, deadline), splits=split)
+        return Problem.of(step, hardware, budgets)
+
+    def plan_step(recomputed: tuple[Recomputation, ...] = ()) -> Plan:
+        asked = _asked(problem_of(recomputed), rules or {}, deadline, split)
         migrations = planner(asked)
         host_updates: tuple[HostUpdate, ...] = ()
         if planner is plan_by_stalls:
@@ -106,31 +115,26 @@ def make_plan(
         plan = with_recomputed(plan, plan_step)
     for other in candidates if not rules else ():
         allowed = (recompute or not other.recomputed) and (split or not _splits(other))
-        again = _remade(other, plan) if allowed else None
-        if again is not None and again.prediction.step_ns < plan.prediction.step_ns:
-            plan = again
-    bound_ns = _bound_ns(Problem.of(plan.step, hardware, budgets), tight_bound)
+        plan = (_faster(other, plan) if allowed else None) or plan
+    bound_ns = _bound_ns(problem_of(plan.recomputed), tight_bound)
     return replace(plan, prediction=replace(plan.prediction, bound_ns=bound_ns))
 
 
-def _problem(
-    step: StepTrace,
-    hardware: Hardware,
-    budgets: Budgets,
-    rules: Mapping[str, Tier],
-    deadline: float | None,
+def _asked(
+    problem: Problem, rules: Mapping[str, Tier], deadline: float | None, splits: bool
 ) -> Problem:
     """What a planner is asked, which is feasible."""
-    problem = Problem.of(step, hardware, budgets)
     require_feasible(problem)
-    ruled = apply_rules(step, rules)
+    ruled = apply_rules(problem.trace, rules)
     asked = replace(
-        Problem.of(ruled.trace, hardware, budgets) if rules else problem,
+        Problem.of(ruled.trace, problem.hardware, problem.budgets) if rules else problem,
         only_tier=ruled.only_tier,
         may_be_hosted=ruled.may_be_hosted,
         deadline=deadline,
+        splits=splits,
     )
-    require_feasible(asked)
+    if rules:
+        require_feasible(asked)
     return asked
 
 
@@ -145,22 +149,28 @@ def _bound_ns(problem: Problem, tight: bool) -> int:
     return bound(problem.lifetimes, problem.hardware, problem.pressure(), problem.tier_bytes)
 
 
-def _remade(candidate: Plan, plan: Plan) -> Plan | None:
-    """The candidate's migrations in the place of those of `plan`, None if they do not hold."""
-    links = {Tier.HOST: plan.hardware.host_link, Tier.STORAGE: plan.hardware.storage_link}
-    used = {m.tier for m in candidate.migrations} | ({Tier.HOST} if _splits(candidate) else set())
-    if candidate.trace != plan.trace or any(links[tier] is None for tier in used):
-        return None
-    if candidate.host_updates and (plan.hardware.host_cores is None or links[Tier.HOST] is None):
-        return None
+def _faster(candidate: Plan, plan: Plan) -> Plan | None:
+    """The candidate's migrations in the place of those of `plan`; None if they do not hold.
+
+    None, too, if that is not faster. It may come from a file that somebody has edited, and only
+    what the checker accepts can be simulated.
+    """
     remade = replace(
         plan,
         policy=candidate.policy,
         migrations=candidate.migrations,
         host_updates=candidate.host_updates,
-        prediction=predict(plan.trace, plan.hardware, *candidate.choices),
+        prediction=candidate.prediction,
         recomputed=candidate.recomputed,
     )
+    if candidate.trace != plan.trace or any(
+        violation.kind is not ViolationKind.PREDICTION for violation in check_plan(remade)
+    ):
+        return None
+    said = predict(plan.trace, plan.hardware, *candidate.choices)
+    if said.step_ns >= plan.prediction.step_ns:
+        return None
+    remade = replace(remade, prediction=said)
     return None if check_plan(remade) else remade
 
 

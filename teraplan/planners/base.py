@@ -13,8 +13,8 @@ import numpy as np
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.hardware import Budgets, Hardware, Link, Tier
-from teraplan.lifetimes import Lifetimes
-from teraplan.memory_curve import Curve, LeastBudget, least_budget
+from teraplan.lifetimes import Ints, Lifetimes
+from teraplan.memory_curve import Curve, LeastBudget, least_budget, peak
 from teraplan.placed_step import HostWork
 from teraplan.plan import Migration
 from teraplan.simulator import Simulator
@@ -24,6 +24,8 @@ from teraplan.units import MIB, format_nbytes
 PAGE_BYTES = 4096
 LEAST_PART_BYTES = 4 * MIB
 """A tensor is split into parts of at least so many bytes: of smaller ones most is latency."""
+_MOST_BYTES = 1 << 61
+"""More of any tier counts as this much, more than any trace has, so that sums fit 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -74,8 +76,8 @@ class Problem:
             if link is not None
         }
         room = {
-            Tier.HOST: min(budgets.host_bytes, hardware.host_capacity_bytes),
-            Tier.STORAGE: min(budgets.storage_bytes, hardware.storage_capacity_bytes),
+            Tier.HOST: min(budgets.host_bytes, hardware.host_capacity_bytes, _MOST_BYTES),
+            Tier.STORAGE: min(budgets.storage_bytes, hardware.storage_capacity_bytes, _MOST_BYTES),
         }
         by_speed = sorted(links, key=lambda tier: -links[tier].back_bytes_per_s)
         return cls(
@@ -85,7 +87,7 @@ class Problem:
             lifetimes=lifetimes,
             device=lifetimes.device_curve(),
             idle=lifetimes.idle_curve(),
-            limit_bytes=min(budgets.device_bytes, hardware.device_capacity_bytes),
+            limit_bytes=min(budgets.device_bytes, hardware.device_capacity_bytes, _MOST_BYTES),
             tier_bytes={tier: room[tier] for tier in by_speed},
             links=links,
             least=least_budget(trace),
@@ -100,6 +102,17 @@ class Problem:
         """Bytes over the limit per interval, at most what can be elsewhere there."""
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         return np.clip(self.device - limit, 0, self.idle)
+
+    def room_bytes(self) -> int:
+        """The most that can be elsewhere at once; a tier with less than any tensor holds none."""
+        smallest = min(self.lifetimes.nbytes.tolist(), default=0)
+        splits = self.may_split()
+        return sum(size for size in self.tier_bytes.values() if splits or size >= smallest)
+
+    def tiers_of(self, tensor_id: int) -> tuple[Tier, ...]:
+        """The other tiers that a tensor may move to as a whole."""
+        only = self.only_tier.get(tensor_id)
+        return tuple(tier for tier in self.tier_bytes if only is None or only is tier)
 
     def may_split(self) -> bool:
         """Whether any tensor can be split between tiers."""
@@ -120,59 +133,68 @@ class Problem:
             before += nbytes
         return before
 
-    def tier_span(self, row: int) -> tuple[int, int]:
-        """From where to where a tensor takes space in another tier in the idle period `row`.
+    def tier_spans(self, rows: Ints) -> list[tuple[int, int]]:
+        """From where to where tensors take space in another tier in the idle periods `rows`.
 
         At most one step; may begin before site 0, which is then in the step before.
         """
         periods, spare = self.lifetimes, self.spare_sites
-        first = int(periods.start[row]) - spare
-        return first, min(int(periods.end[row]) + spare, first + periods.num_sites)
+        first = periods.start[rows] - spare
+        last = np.minimum(periods.end[rows] + spare, first + periods.num_sites)
+        return list(zip(first.tolist(), last.tolist(), strict=True))
 
 
 Planner = Callable[[Problem], tuple[Migration, ...]]
 
 
-def require_feasible(problem: Problem) -> None:
+def require_feasible(problem: Problem, *, margin_bytes: int = 0) -> None:
     """Does nothing if the budgets can hold the step as far as sums of bytes tell.
+
+    Args:
+        problem: the step and the budgets.
+        margin_bytes: added to the least budget that an error names, since the step will be
+            measured anew under it.
 
     Raises:
         InfeasibleBudgetError: says which site needs how much, and the least budget.
     """
     least, limit = problem.least, problem.limit_bytes
+    room, most = problem.room_bytes(), peak(problem.device)
+    enough = max(least.nbytes, most - room)
+    """For what is touched, and for what the other tiers have no room for."""
+    named = enough + margin_bytes
     if limit < least.nbytes:
+        lacking = f", with room for {_rooms(problem)}" if enough > least.nbytes else ""
         raise InfeasibleBudgetError(
             f"the device budget of {format_nbytes(limit)} is "
             f"{format_nbytes(least.nbytes - limit)} too small even if everything that can move "
             f"does: {least.describe(problem.trace)}. "
-            f"Set the device budget to at least {format_nbytes(least.nbytes)} "
-            f"({least.nbytes} bytes), or use a smaller batch",
-            least_budget_bytes=least.nbytes,
+            f"Set the device budget to at least {format_nbytes(named)} ({named} bytes){lacking}, "
+            "or use a smaller batch",
+            least_budget_bytes=named,
         )
-    pressure = problem.pressure()
-    if not pressure.size:
-        return
-    site = int(pressure.argmax())
-    need, room = int(pressure[site]), sum(problem.tier_bytes.values())
-    if need > room:
+    if limit < enough:
+        need, site = most - limit, int(problem.device.argmax())
         raise InfeasibleBudgetError(
             f"{format_nbytes(need)} must be elsewhere at site {site} to keep the device budget of "
             f"{format_nbytes(limit)}, but there is room for {_rooms(problem)}. "
             f"Raise host_bytes or storage_bytes by {format_nbytes(need - room)}, or the device "
-            f"budget to {format_nbytes(limit + need - room)} ({limit + need - room} bytes)",
-            least_budget_bytes=limit + need - room,
+            f"budget to {format_nbytes(named)} ({named} bytes)",
+            least_budget_bytes=named,
         )
 
 
 def no_placement(problem: Problem) -> InfeasibleBudgetError:
     """The error for budgets that are not refuted by sums, but for which no plan was found."""
     need = int(problem.pressure().max(initial=0))
+    most = peak(problem.device)
     return InfeasibleBudgetError(
         f"found no plan that keeps {format_nbytes(need)} in {_rooms(problem)}: tensors are moved "
         "whole, or in two parts that are not small, and these do not fit together. Raise "
-        "host_bytes, storage_bytes or the device budget (its least is "
-        f"{format_nbytes(problem.least.nbytes)} with enough storage)",
-        least_budget_bytes=problem.least.nbytes,
+        "host_bytes, storage_bytes or the device budget: its least is "
+        f"{format_nbytes(problem.least.nbytes)} with enough storage, and with "
+        f"{format_nbytes(most)} ({most} bytes) nothing has to move",
+        least_budget_bytes=most,
     )
 
 

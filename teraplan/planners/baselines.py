@@ -10,7 +10,7 @@ and are fetched a little ahead; activations go where that is not enough.
 import numpy as np
 
 from teraplan.lifetimes import Ints
-from teraplan.memory_curve import sum_ranges
+from teraplan.memory_curve import sum_columns
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem, no_placement
 from teraplan.planners.placement import JUST_IN_TIME, Moves, place, with_reasons
@@ -25,6 +25,20 @@ def plan_on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
     Raises:
         InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
     """
+    return with_reasons(problem, on_demand(problem, order))
+
+
+def plan_statically(problem: Problem) -> tuple[Migration, ...]:
+    """All that outlives a micro-batch moves; activations where that is not enough.
+
+    Raises:
+        InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
+    """
+    return with_reasons(problem, statically(problem))
+
+
+def on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
+    """As `plan_on_demand`, without reasons."""
     periods, pressure = problem.lifetimes, problem.pressure()
     rows = choose(periods, pressure, order(periods, pressure))
     moves = None if rows is None else assign(problem, rows, Spread.SLOW_FIRST, may_split=False)
@@ -46,15 +60,11 @@ def plan_on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
                 clean=clean,
             )
         )
-    return with_reasons(problem, tuple(migrations))
+    return tuple(migrations)
 
 
-def plan_statically(problem: Problem) -> tuple[Migration, ...]:
-    """All that outlives a micro-batch moves; activations where that is not enough.
-
-    Raises:
-        InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
-    """
+def statically(problem: Problem) -> tuple[Migration, ...]:
+    """As `plan_statically`, without reasons."""
     periods, pressure, tensors = problem.lifetimes, problem.pressure(), problem.trace.tensors
     if not pressure.any():
         return ()
@@ -62,7 +72,7 @@ def plan_statically(problem: Problem) -> tuple[Migration, ...]:
     activations = kinds == TensorKind.ACTIVATION
     always: Ints = np.flatnonzero(~activations)
     columns = (periods.start[always], periods.end[always], periods.nbytes[always])
-    away = sum_ranges(periods.num_sites, zip(*(c.tolist() for c in columns), strict=True))
+    away = sum_columns(periods.num_sites, *columns)
     left = np.maximum(pressure - away, 0)
     more = choose(periods, left, first_saved(periods, left), activations)
     if more is None:
@@ -71,4 +81,4 @@ def plan_statically(problem: Problem) -> tuple[Migration, ...]:
     moves: Moves | None = assign(problem, rows, Spread.SLOW_FIRST)
     if moves is None:
         raise no_placement(problem)
-    return with_reasons(problem, place(problem, moves, periods.site_ns.astype(float), JUST_IN_TIME))
+    return place(problem, moves, periods.site_ns.astype(float), JUST_IN_TIME)

@@ -58,16 +58,15 @@ class Coarse:
         for m in migrations:
             # a period is told by the slot at which the tensor is touched again
             needed = m.needed % num_slots
+            gone, back = site(m.gone), site(m.back)
             for tensor_id, tier, host_bytes in self._parts(m):
                 if tensor_id not in periods:
                     periods[tensor_id] = _periods_by_end(
                         self.fine.tensors[tensor_id], cuts, num_sites
                     )
                 start, end = periods[tensor_id][needed]
-                gone, back = site(m.gone), site(m.back)
                 result.append(
-                    replace(
-                        m,
+                    Migration(
                         tensor_id=tensor_id,
                         leave=start,
                         gone=gone,
@@ -75,6 +74,7 @@ class Coarse:
                         needed=end,
                         tier=tier,
                         host_bytes=host_bytes,
+                        clean=m.clean,
                     )
                 )
         return tuple(sorted(result, key=lambda m: (m.leave, m.needed, m.tensor_id)))

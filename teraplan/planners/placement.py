@@ -12,13 +12,15 @@ the order in which they go over the link; what is still free then goes to the co
 """
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import final
 
 import numpy as np
 
 from teraplan.hardware import Link, Tier
 from teraplan.lifetimes import Floats, Ints
-from teraplan.memory_curve import sum_ranges
+from teraplan.memory_curve import sum_columns
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.room import Room, free_of
@@ -62,134 +64,148 @@ def place(problem: Problem, moves: Moves, arrive: Floats, pace: Pace) -> tuple[M
         pace: when to start copies in.
     """
     periods = problem.lifetimes
-    start, end = periods.start[moves.rows], periods.end[moves.rows]
-    nbytes = periods.nbytes[moves.rows]
-    moved = zip(start.tolist(), end.tolist(), nbytes.tolist(), strict=True)
-    room = free_of(problem.limit_bytes, problem.device - sum_ranges(periods.num_sites, moved))
-    times = arrive.tolist()
-    gone = _copies_out(problem, moves, times, room)
-    back = _copies_in(problem, moves, times, room, gone, pace)
-    for i in np.argsort(gone - start, kind="stable").tolist():
-        if gone[i] > start[i]:
-            later = room.latest_end(int(gone[i]), int(back[i]) - 1, int(nbytes[i]))
-            room.add(int(gone[i]), later, -int(nbytes[i]))
+    placing = _Placing(problem, moves, arrive.tolist())
+    columns = (c[moves.rows] for c in (periods.start, periods.end, periods.nbytes))
+    room = free_of(problem.limit_bytes, problem.device - sum_columns(periods.num_sites, *columns))
+    gone = placing.copies_out(room)
+    back = placing.copies_in(room, gone, pace)
+    late = [gone[i] - placing.start[i] for i in range(len(gone))]
+    for i in sorted(range(len(gone)), key=late.__getitem__):
+        if late[i] > 0:
+            later = room.latest_end(gone[i], back[i] - 1, placing.nbytes[i])
+            room.add(gone[i], later, -placing.nbytes[i])
             gone[i] = later
     return tuple(
         Migration(
-            tensor_id=int(periods.tensor_ids[row]),
-            leave=int(start[i]),
-            gone=int(gone[i]),
-            back=int(back[i]),
-            needed=int(end[i]),
+            tensor_id=tensor_id,
+            leave=placing.start[i],
+            gone=gone[i],
+            back=back[i],
+            needed=placing.end[i],
             tier=moves.tiers[i],
             host_bytes=moves.host_bytes[i],
             clean=moves.clean[i],
         )
-        for i, row in enumerate(moves.rows.tolist())
+        for i, tensor_id in enumerate(periods.tensor_ids[moves.rows].tolist())
     )
 
 
-def transfer_ns(link: Link, nbytes: int, speed: int) -> float:
-    """Time of one transfer at `speed` bytes per second."""
-    return link.latency_ns + nbytes * 1e9 / speed
+def transfers_ns(link: Link, nbytes: Ints, speed: int) -> Floats:
+    """Times of transfers at `speed` bytes per second."""
+    return np.asarray(link.latency_ns + nbytes * 1e9 / speed, dtype=np.float64)
 
 
-def _copies_out(problem: Problem, moves: Moves, arrive: list[float], room: Room) -> Ints:
-    """`gone` of each move; takes the room for the time until then."""
-    periods = problem.lifetimes
-    gone = periods.start[moves.rows].copy()
-    link_free = dict.fromkeys(problem.links, 0.0)
-    for i, row in enumerate(moves.rows.tolist()):
-        if moves.clean[i]:
-            continue
-        start, nbytes = int(periods.start[row]), int(periods.nbytes[row])
-        for tier, part in _parts(problem, moves, i):
-            link = problem.links[tier]
-            begin = max(link_free[tier], arrive[start])
-            link_free[tier] = begin + transfer_ns(link, part, link.out_bytes_per_s)
-        done = max(link_free[tier] for tier, _ in _parts(problem, moves, i))
-        wanted = bisect_left(arrive, done)
-        gone[i] = room.latest_end(start, min(wanted, int(periods.end[row]) - 1), nbytes)
-        room.add(start, int(gone[i]), -nbytes)
-    return gone
+@final
+class _Placing:
+    """What the places of some moves follow from; moves are told by their position."""
 
+    def __init__(self, problem: Problem, moves: Moves, arrive: list[float]) -> None:
+        periods = problem.lifetimes
+        self._problem, self._moves, self._arrive = problem, moves, arrive
+        self.start: list[int] = periods.start[moves.rows].tolist()
+        self.end: list[int] = periods.end[moves.rows].tolist()
+        self.nbytes: list[int] = periods.nbytes[moves.rows].tolist()
 
-def _copies_in(
-    problem: Problem, moves: Moves, arrive: list[float], room: Room, gone: Ints, pace: Pace
-) -> Ints:
-    """`back` of each move; takes the room from then on."""
-    periods = problem.lifetimes
-    end, nbytes = periods.end[moves.rows], periods.nbytes[moves.rows]
-    order = np.lexsort((moves.rows, end)).tolist()
-    latest = _latest_sites(problem, moves, arrive, order, pace.margin)
-    back = end.copy()
-    link_free = dict.fromkeys(problem.links, 0.0)
-    for i in order:
-        parts, needed, size = _parts(problem, moves, i), int(end[i]), nbytes[i]
-        lowest = int(gone[i]) + 1
-        if pace.just_in_time:
-            lowest = max(lowest, int(latest[i]))
-        else:
-            first_free = min(link_free[tier] for tier, _ in parts)
-            lowest = max(lowest, bisect_right(arrive, first_free) - 1)
-        back[i] = room.earliest_start(needed, min(lowest, needed), int(size))
-        room.add(int(back[i]), needed, -int(size))
-        for tier, part in parts:
-            link = problem.links[tier]
-            begin = max(link_free[tier], arrive[back[i]])
-            link_free[tier] = begin + transfer_ns(link, part, link.back_bytes_per_s)
-    return back
+    def copies_out(self, room: Room) -> list[int]:
+        """`gone` of each move; takes the room for the time until then."""
+        arrive, clean, gone = self._arrive, self._moves.clean, self.start.copy()
+        parts = self._parts(lambda link: link.out_bytes_per_s)
+        link_free = [0.0 for _ in self._problem.links]
+        for i, start in enumerate(self.start):
+            if clean[i]:
+                continue
+            done = 0.0
+            for tier, duration in parts[i]:
+                ended = max(link_free[tier], arrive[start]) + duration
+                link_free[tier] = ended
+                done = max(done, ended)
+            wanted = min(bisect_left(arrive, done), self.end[i] - 1)
+            gone[i] = room.latest_end(start, wanted, self.nbytes[i])
+            room.add(start, gone[i], -self.nbytes[i])
+        return gone
 
+    def copies_in(self, room: Room, gone: list[int], pace: Pace) -> list[int]:
+        """`back` of each move; takes the room from then on."""
+        arrive, back = self._arrive, self.end.copy()
+        order = sorted(range(len(back)), key=self.end.__getitem__)
+        latest = self._latest_sites(order, pace.margin) if pace.just_in_time else []
+        parts = self._parts(lambda link: link.back_bytes_per_s)
+        link_free = [0.0 for _ in self._problem.links]
+        for i in order:
+            needed, nbytes = self.end[i], self.nbytes[i]
+            if pace.just_in_time:
+                lowest = latest[i]
+            else:
+                first_free = min(link_free[tier] for tier, _ in parts[i])
+                lowest = bisect_right(arrive, first_free) - 1
+            lowest = min(max(lowest, gone[i] + 1), needed)
+            back[i] = room.earliest_start(needed, lowest, nbytes)
+            room.add(back[i], needed, -nbytes)
+            for tier, duration in parts[i]:
+                link_free[tier] = max(link_free[tier], arrive[back[i]]) + duration
+        return back
 
-def _latest_sites(
-    problem: Problem, moves: Moves, arrive: list[float], order: list[int], margin: float
-) -> Ints:
-    """The last site at which each copy in can start so that it and all later ones are in time."""
-    periods = problem.lifetimes
-    latest = np.zeros(len(order), dtype=np.int64)
-    busy_from = dict.fromkeys(problem.links, arrive[-1])
-    for i in reversed(order):
-        parts, needed_ns = _parts(problem, moves, i), arrive[periods.end[moves.rows[i]]]
-        for tier, part in parts:
-            link = problem.links[tier]
-            speed = min(link.back_bytes_per_s, link.back_while_out_bytes_per_s)
-            duration = transfer_ns(link, part, speed) * margin
-            busy_from[tier] = min(busy_from[tier], needed_ns) - duration
-        begin = min(busy_from[tier] for tier, _ in parts)
-        latest[i] = max(bisect_right(arrive, begin) - 1, 0)
-    return latest
+    def _latest_sites(self, order: list[int], margin: float) -> list[int]:
+        """Where each copy in can start at the latest so that it and all later ones are in time."""
+        arrive, latest = self._arrive, self.end.copy()
+        parts = self._parts(lambda x: min(x.back_bytes_per_s, x.back_while_out_bytes_per_s))
+        busy_from = [arrive[-1] for _ in self._problem.links]
+        for i in reversed(order):
+            begin = arrive[-1]
+            for tier, duration in parts[i]:
+                busy_from[tier] = min(busy_from[tier], arrive[self.end[i]]) - duration * margin
+                begin = min(begin, busy_from[tier])
+            latest[i] = max(bisect_right(arrive, begin) - 1, 0)
+        return latest
 
-
-def _parts(problem: Problem, moves: Moves, i: int) -> tuple[tuple[Tier, int], ...]:
-    """Tiers and bytes of a move, as of `Migration.parts`."""
-    nbytes, host_bytes = int(problem.lifetimes.nbytes[moves.rows[i]]), moves.host_bytes[i]
-    if not host_bytes:
-        return ((moves.tiers[i], nbytes),)
-    return ((Tier.HOST, host_bytes), (moves.tiers[i], nbytes - host_bytes))
+    def _parts(self, speed: Callable[[Link], int]) -> list[tuple[tuple[int, float], ...]]:
+        """For each move, the links that it goes over, by number, and the times that they take."""
+        problem, moves = self._problem, self._moves
+        host_bytes = np.array(moves.host_bytes, dtype=np.int64)
+        nbytes = problem.lifetimes.nbytes[moves.rows]
+        number = {tier: i for i, tier in enumerate(problem.links)}
+        tiers = np.array([number[tier] for tier in moves.tiers], dtype=np.int64)
+        rest_ns = np.zeros(len(nbytes))
+        for tier, link in problem.links.items():
+            here = tiers == number[tier]
+            rest_ns[here] = transfers_ns(link, (nbytes - host_bytes)[here], speed(link))
+        parts: list[tuple[tuple[int, float], ...]] = [
+            ((tier, ns),) for tier, ns in zip(tiers.tolist(), rest_ns.tolist(), strict=True)
+        ]
+        for i in np.flatnonzero(host_bytes).tolist():
+            host = problem.links[Tier.HOST]
+            host_ns = float(transfers_ns(host, host_bytes[i], speed(host)))
+            parts[i] = ((number[Tier.HOST], host_ns), *parts[i])
+        return parts
 
 
 def with_reasons(problem: Problem, migrations: tuple[Migration, ...]) -> tuple[Migration, ...]:
     """The same migrations, each with why it is there, in words and numbers."""
     periods, pressure = problem.lifetimes, problem.pressure()
-    num_sites = periods.num_sites
     doubled = np.concatenate([pressure, pressure])
+    leave = np.array([m.leave for m in migrations], dtype=np.int64)
+    needed = np.array([m.needed for m in migrations], dtype=np.int64)
+    sites = _highest(doubled, leave, needed)
+    rows = zip(
+        migrations,
+        (periods.site_ns[needed] - periods.site_ns[leave]).tolist(),
+        doubled[sites].tolist(),
+        (sites % max(periods.num_sites, 1)).tolist(),
+        strict=True,
+    )
     result: list[Migration] = []
-    peaks = _highest(doubled, [m.leave for m in migrations], [m.needed for m in migrations])
-    for m, site in zip(migrations, peaks, strict=True):
-        idle_ns = int(periods.site_ns[m.needed] - periods.site_ns[m.leave])
-        over = int(doubled[site])
-        where = f"{format_nbytes(over)} over budget at site {site % num_sites}"
-        reason = f"idle {format_ns(idle_ns)}, {where}" if over else f"idle {format_ns(idle_ns)}"
-        result.append(replace(m, reason=reason + (", copy still there" if m.clean else "")))
+    for m, idle_ns, over, site in rows:
+        where = f", {format_nbytes(over)} over budget at site {site}" if over else ""
+        still = ", copy still there" if m.clean else ""
+        result.append(replace(m, reason=f"idle {format_ns(idle_ns)}{where}{still}"))
     return tuple(result)
 
 
-def _highest(values: Ints, starts: list[int], ends: list[int]) -> list[int]:
-    """For each range start .. end-1, where the highest value is: the first of the highest.
+def _highest(values: Ints, first: Ints, last: Ints) -> Ints:
+    """For each range first .. last-1, where the highest value is: the first of the highest.
 
     A table of the highest of every 1, 2, 4, ... values: each range is the union of two of them.
     """
-    first, last = np.array(starts, dtype=np.int64), np.array(ends, dtype=np.int64)
     level = np.frexp(np.maximum(last - first, 1))[1] - 1
     result = first.copy()
     table = np.arange(len(values))
@@ -203,4 +219,4 @@ def _highest(values: Ints, starts: list[int], ends: list[int]) -> list[int]:
         other = table[width:]
         base = table[: len(other)]
         table = np.where(values[other] > values[base], other, base)
-    return [int(site) for site in result]
+    return result

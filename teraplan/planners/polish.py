@@ -3,7 +3,9 @@
 A plan for a handful of tensors can be near the best in all but one site. So each migration's sites
 are moved one by one, its tier is changed, it is dropped, or another idle period is moved too; what
 keeps the budgets and shortens the simulated step stays. Dropping one and adding another is one
-change. The number of simulations is bounded, so the result depends on the problem alone.
+change. After each, all copies are kept that something can rely on: a tensor that goes out early for
+no other reason can be dropped later. The number of simulations is bounded, so the result depends on
+the problem alone.
 """
 
 from collections.abc import Iterator
@@ -12,80 +14,55 @@ from itertools import combinations, product
 from typing import final
 
 from teraplan.hardware import Tier
-from teraplan.memory_curve import managed_curve, tier_curve
 from teraplan.plan import Migration
-from teraplan.planners.base import Problem
-from teraplan.simulator import Simulator
-
-Plan = tuple[Migration, ...]
+from teraplan.planners.small_step import Plan, SmallStep
 
 
 @final
 class _Polish:
-    def __init__(
-        self, problem: Problem, simulator: Simulator, simulations: int, split: bool
-    ) -> None:
-        self._problem, self._split = problem, split
-        self._simulator = simulator
-        self._left = simulations
-        self._looks = _LOOKS * simulations
-        self._fixed = problem.device - managed_curve(problem.trace)
+    def __init__(self, step: SmallStep, split: bool) -> None:
+        self._step, self._split = step, split
+        self._problem = step.problem
+        self._looks = _LOOKS * step.simulations_left
         self._seen: set[Plan] = set()
 
     def run(self, migrations: Plan, enough_ns: int) -> Plan:
-        best, best_ns = migrations, self._simulator.run(migrations).step_ns
+        best, best_ns = migrations, self._step.step_ns(migrations)
         improved = True
         while improved and best_ns > enough_ns:
             improved = False
-            for other in self._neighbours(best):
-                if self._left <= 0 or self._looks <= 0:
+            for raw in self._neighbours(best):
+                if self._step.spent() or self._looks <= 0:
                     return best
                 self._looks -= 1
-                if other in self._seen or not self._holds(other):
+                other = self._new(raw)
+                if other is None:
                     continue
-                self._seen.add(other)
-                self._left -= 1
-                ns = self._simulator.run(other).step_ns
+                ns = self._step.step_ns(other)
                 if ns < best_ns:
                     best, best_ns, improved = other, ns, True
                     break
         return best
 
-    def _holds(self, plan: Plan) -> bool:
-        problem = self._problem
-        managed = managed_curve(problem.trace, plan)
-        if (self._fixed + managed > problem.limit_bytes).any():
-            return False
-        others = tuple(m for m in plan if m.tensor_id not in problem.host_copies)
-        return all(
-            (
-                tier_curve(
-                    problem.trace,
-                    others if tier is Tier.HOST else plan,
-                    tier,
-                    problem.spare_sites,
-                )
-                <= size
-            ).all()
-            for tier, size in problem.tier_bytes.items()
-        )
+    def _new(self, raw: Plan) -> Plan | None:
+        """The plan with the copies that it keeps; None if it does not hold or was there before."""
+        plan = self._step.settled(raw) if self._step.fits(raw) else None
+        if plan is None or plan in self._seen:
+            return None
+        self._seen.add(plan)
+        return plan
 
     def _neighbours(self, plan: Plan) -> Iterator[Plan]:
-        clean_tensors = {m.tensor_id for m in plan if m.clean}
+        yield plan  # a policy may not have kept all copies
         for i, m in enumerate(plan):
-            rest = plan[:i], plan[i + 1 :]
-            for changed in self._changes(m, m.tensor_id in clean_tensors):
-                yield (*rest[0], changed, *rest[1])
-        free = [i for i, m in enumerate(plan) if m.tensor_id not in clean_tensors]
-        yield from self._others(plan, free)
+            for changed in self._changes(m):
+                yield (*plan[:i], changed, *plan[i + 1 :])
+        yield from self._others(plan)
         for i, j in combinations(range(len(plan)), 2):
-            pairs = (
-                tuple(self._changes(plan[k], plan[k].tensor_id in clean_tensors)) for k in (i, j)
-            )
-            for one, two in product(*pairs):
+            for one, two in product(tuple(self._changes(plan[i])), tuple(self._changes(plan[j]))):
                 yield (*plan[:i], one, *plan[i + 1 : j], two, *plan[j + 1 :])
 
-    def _changes(self, m: Migration, bound_to_tier: bool) -> Iterator[Migration]:
+    def _changes(self, m: Migration) -> Iterator[Migration]:
         for gone in range(m.leave, m.back):
             if gone != m.gone:
                 yield replace(m, gone=gone)
@@ -95,7 +72,7 @@ class _Polish:
         for gone, back in _ways(m.leave, m.needed):
             if gone != m.gone and back != m.back:
                 yield replace(m, gone=gone, back=back)
-        if not bound_to_tier and m.tensor_id not in self._problem.only_tier:
+        if m.tensor_id not in self._problem.only_tier:
             for tier in self._problem.tier_bytes:
                 if tier is not m.tier or m.host_bytes:
                     yield replace(m, tier=tier, host_bytes=0)
@@ -116,40 +93,39 @@ class _Polish:
         cuts = {self._problem.cut(tensor_id, int(nbytes * part)) for part in parts}
         return sorted(cuts - {0, nbytes})
 
-    def _others(self, plan: Plan, free: list[int]) -> Iterator[Plan]:
+    def _others(self, plan: Plan) -> Iterator[Plan]:
         """Plans with one period less, one more, or one for another."""
         periods = self._problem.lifetimes
-        away = {(m.tensor_id, m.leave) for m in plan}
         added: list[Migration] = []
         for row in range(len(periods)):
             tensor_id, start, end = (
                 int(column[row]) for column in (periods.tensor_ids, periods.start, periods.end)
             )
-            if (tensor_id, start) in away:
-                continue
-            only = self._problem.only_tier.get(tensor_id)
-            for tier in self._problem.tier_bytes:
-                if only is None or only is tier:
-                    added += [
-                        Migration(
-                            tensor_id=tensor_id,
-                            leave=start,
-                            gone=gone,
-                            back=back,
-                            needed=end,
-                            tier=tier,
-                        )
-                        for gone, back in _ways(start, end)
-                    ]
-        for i in free:
+            if any(m.tensor_id == tensor_id and start <= m.leave and m.needed <= end for m in plan):
+                continue  # it is moved there, and may leave later than at the start
+            for tier in self._problem.tiers_of(tensor_id):
+                added += [
+                    Migration(
+                        tensor_id=tensor_id,
+                        leave=start,
+                        gone=gone,
+                        back=back,
+                        needed=end,
+                        tier=tier,
+                    )
+                    for gone, back in _ways(start, end)
+                ]
+        for i in range(len(plan)):
             yield (*plan[:i], *plan[i + 1 :])
         for new in added:
             yield (*plan, new)
-        for i in free:
+        for i in range(len(plan)):
             for new in added:
                 yield (*plan[:i], *plan[i + 1 :], new)
 
 
+_LOOKS = 6
+"""Plans that are looked at for each that may be simulated."""
 _SHORT = 6
 """Sites of an idle period up to which every way to spend it elsewhere is tried."""
 
@@ -162,26 +138,14 @@ def _ways(start: int, end: int) -> list[tuple[int, int]]:
     return list(combinations(places, 2))
 
 
-def polish(
-    problem: Problem,
-    simulator: Simulator,
-    migrations: Plan,
-    enough_ns: int,
-    *,
-    split: bool,
-) -> Plan:
+def polish(step: SmallStep, migrations: Plan, enough_ns: int, *, split: bool) -> Plan:
     """A plan that is no slower than `migrations`; stops at `enough_ns`.
 
     Args:
-        problem: the step and the machine.
-        simulator: of both.
+        step: what is planned.
         migrations: a plan that holds.
         enough_ns: a lower bound on the step.
         split: whether tensors may be split between tiers.
     """
-    simulations = min(_SIMULATIONS, _WORK // (len(problem.lifetimes) + 1))
-    found = _Polish(problem, simulator, simulations, split).run(migrations, enough_ns)
+    found = _Polish(step, split).run(migrations, enough_ns)
     return tuple(sorted(found, key=lambda m: m.leave))
-
-
-_SIMULATIONS, _WORK, _LOOKS = 300, 9_000, 6

@@ -21,12 +21,16 @@ class Room:
         size = self._num_sites
         if end <= start:
             return []
+        if start >= 0 and end <= size:
+            return [(start, end)]
         base = start - start % size
         start, end = start - base, end - base
         return [(start, end)] if end <= size else [(start, size), (0, end - size)]
 
     def least(self, start: int, end: int) -> int:
         """The least free bytes in intervals start .. end-1, which are not empty."""
+        if 0 <= start < end <= self._num_sites:
+            return int(self.free[start:end].min())
         return min(int(self.free[a:b].min()) for a, b in self._pieces(start, end))
 
     def add(self, start: int, end: int, nbytes: int) -> None:

@@ -15,9 +15,10 @@ To make more memory never slower, plans for smaller budgets are tried too in ste
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
 the budget, if the bound does not rule them out. So a budget at or above such an eighth is never
 slower than the eighth itself. In such steps the plans of all published policies are attempts too,
-and the best plan of a step of up to 60 is polished (`polish`). Tensors are split between tiers in
-the best plan alone (`tier_split`). A step of more than 1,000 is planned on a coarse copy
-(`coarse`); up to 20,000 it is compared with simple policies on the step itself.
+a step of up to 10 is searched from nothing moved (`covers`), and the best plan of one of up to 60
+is polished (`polish`). Tensors are split between tiers in the best plan alone (`tier_split`). A
+step of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is compared with
+simple policies on the step itself.
 """
 
 import hashlib
@@ -35,8 +36,9 @@ from teraplan.lifetimes import Floats
 from teraplan.memory_curve import Curve, peak
 from teraplan.plan import Migration
 from teraplan.planners.base import Planner, Problem, no_placement
-from teraplan.planners.baselines import plan_on_demand, plan_statically
+from teraplan.planners.baselines import on_demand, statically
 from teraplan.planners.coarse import coarsen
+from teraplan.planners.covers import plan_small_step
 from teraplan.planners.placement import (
     EAGER,
     JUST_IN_TIME,
@@ -47,6 +49,7 @@ from teraplan.planners.placement import (
     with_reasons,
 )
 from teraplan.planners.polish import polish
+from teraplan.planners.small_step import SmallStep
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.tier_split import split_between_tiers
 from teraplan.planners.tiers import Spread, assign
@@ -67,9 +70,9 @@ _PACES = (EAGER, JUST_IN_TIME, RELAXED)
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
 _GOOD_ORDERS = (longest_idle, largest, farthest_use)
 _SIMPLE: tuple[Planner, ...] = (
-    partial(plan_on_demand, order=first_saved),
-    partial(plan_on_demand, order=farthest_use),
-    plan_statically,
+    partial(on_demand, order=first_saved),
+    partial(on_demand, order=farthest_use),
+    statically,
 )
 _PUBLISHED: tuple[Planner, ...] = (
     partial(plan_as_teraio, score=paper_ratio),
@@ -85,7 +88,7 @@ _BACKLOG = 4
 _MANY = 1000
 """Idle periods from which on the step is planned coarsely."""
 _FEW = 60
-"""Idle periods up to which a plan is polished."""
+"""Idle periods up to which plans are changed one migration at a time."""
 _SLOTS, _SLOTS_OF_CALL, _MOST_SLOTS = 300, 24, 2400
 """Slots of a coarse step: at least, for each call of a graph, at most."""
 _WORK = 110_000
@@ -99,6 +102,17 @@ _NEAR = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Chosen:
+    """What moves, and what follows from how it was chosen."""
+
+    pressure: Curve
+    order: Order
+    spread: Spread
+    moves: Moves | None
+    """None if nothing was found that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Attempt:
     """A simulated plan and how it was made."""
 
@@ -106,9 +120,16 @@ class _Attempt:
     """Time of the step in ns, then bytes moved: less is better."""
     migrations: tuple[Migration, ...]
     timing: Timing
-    order: Order
-    spread: Spread
+    chosen: _Chosen
     pace: Pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Solved:
+    """The best plan for one budget."""
+
+    cost: tuple[int, int]
+    migrations: tuple[Migration, ...]
 
 
 def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
@@ -180,22 +201,24 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
     return best.migrations
 
 
-def _solve(problem: Problem, simulator: Simulator) -> _Attempt | None:
-    """The best for one budget, polished where the step is small, before and after splits."""
-    best = _Search(problem, simulator).run()
-    if best is None:
-        return None
-    found, few = best.migrations, len(problem.lifetimes) <= _FEW
+def _solve(problem: Problem, simulator: Simulator) -> _Solved | None:
+    """The best for one budget; where the step is small, by all that it can be changed to."""
+    attempt = _Search(problem, simulator).run()
+    found = None if attempt is None else attempt.migrations
+    few = len(problem.lifetimes) <= _FEW
     if few:
-        found = polish(problem, simulator, found, _bound(problem), split=False)
+        found = plan_small_step(problem, simulator, found, _bound(problem))
+    if found is None:
+        return None
     found = split_between_tiers(problem, simulator, found, _near_bound(problem))
     if few and problem.may_split():
-        found = polish(problem, simulator, found, _bound(problem), split=True)
-    if found is best.migrations:
-        return best
-    timing, tensors = simulator.run(found), problem.trace.tensors
-    cost = (timing.step_ns, sum(tensors[m.tensor_id].nbytes for m in found))
-    return replace(best, migrations=found, timing=timing, cost=cost)
+        found = polish(SmallStep(problem, simulator), found, _bound(problem), split=True)
+    return _Solved(cost=_cost(problem, simulator.run(found), found), migrations=found)
+
+
+def _cost(problem: Problem, timing: Timing, migrations: tuple[Migration, ...]) -> tuple[int, int]:
+    tensors = problem.trace.tensors
+    return timing.step_ns, sum(tensors[m.tensor_id].nbytes for m in migrations)
 
 
 def _bound(problem: Problem) -> int:
@@ -242,21 +265,23 @@ class _Search:
             orders, spreads = _GOOD_ORDERS, self._spreads[-1:]
         for order in orders:
             for spread in spreads:
-                self._try(pressure, order, spread, EAGER, ideal)
+                self._try(self._choose(pressure, order, spread), EAGER, ideal)
         if self._best is None:
             return None
         if self._left >= _ENOUGH:
             for spread in self._spreads:
-                self._try(pressure, self._best.order, spread, EAGER, ideal)
+                chosen = self._choose(pressure, self._best.chosen.order, spread)
+                self._try(chosen, EAGER, ideal)
         self._try_baseline()
         for pace in _PACES[1:]:
-            self._try(pressure, self._best.order, self._best.spread, pace, ideal)
+            self._try(self._best.chosen, pace, ideal)
         self._repair(pressure)
         for part in (16, 8, 4, 2, 1):
             reserve = (self._problem.limit_bytes - self._problem.least.nbytes) // part
             more = self._problem.pressure(self._problem.limit_bytes - reserve)
             best = self._best
-            self._try(more, best.order, best.spread, best.pace, self._arrive(best))
+            chosen = self._choose(more, best.chosen.order, best.chosen.spread)
+            self._try(chosen, best.pace, self._arrive(best))
         return self._best
 
     def _try_baseline(self) -> None:
@@ -269,10 +294,9 @@ class _Search:
             if migrations is None:
                 continue
             timing = self._simulator.run(migrations)
-            tensors, best = self._problem.trace.tensors, self._best
-            cost = (timing.step_ns, sum(tensors[m.tensor_id].nbytes for m in migrations))
-            if cost < best.cost:
-                self._best = replace(best, cost=cost, migrations=migrations, timing=timing)
+            cost = _cost(self._problem, timing, migrations)
+            if cost < self._best.cost:
+                self._best = replace(self._best, cost=cost, migrations=migrations, timing=timing)
 
     def _repair(self, pressure: Curve) -> None:
         """Asks for memory where the best attempt waits, as long as that helps."""
@@ -284,13 +308,18 @@ class _Search:
             wanted = np.minimum(pressure + extra, self._problem.idle)
             self._raise_prices(before)
             arrive = self._arrive(before)
+            order, spread = before.chosen.order, before.chosen.spread
+            more = self._choose(wanted, order, spread)
+            plain = before.chosen
+            if plain.pressure is not pressure:
+                plain = self._choose(pressure, order, spread)
             for pace in _PACES:
-                self._try(wanted, before.order, before.spread, pace, arrive)
-                self._try(pressure, before.order, before.spread, pace, arrive)
+                self._try(more, pace, arrive)
+                self._try(plain, pace, arrive)
             for weight in _WEIGHTS:
-                order = Priced(before.order, self._prices.copy(), weight)
-                self._try(pressure, order, before.spread, before.pace, arrive)
-                self._try(wanted, order, before.spread, before.pace, arrive)
+                priced = Priced(order, self._prices.copy(), weight)
+                self._try(self._choose(pressure, priced, spread), before.pace, arrive)
+                self._try(self._choose(wanted, priced, spread), before.pace, arrive)
             misses = 0 if self._best.cost < before.cost else misses + 1
 
     def _raise_prices(self, attempt: _Attempt) -> None:
@@ -338,31 +367,30 @@ class _Search:
             return True
         return self._left <= 0 or (self._best is not None and self._best.cost[0] <= self._bound)
 
-    def _try(
-        self, pressure: Curve, order: Order, spread: Spread, pace: Pace, arrive: Floats
-    ) -> None:
+    def _choose(self, pressure: Curve, order: Order, spread: Spread) -> _Chosen:
+        """What moves; nothing is looked for if the search is over."""
+        periods, moves = self._problem.lifetimes, None
+        if not self._done():
+            rows = choose(periods, pressure, order(periods, pressure))
+            moves = None if rows is None else assign(self._problem, rows, spread)
+        return _Chosen(pressure=pressure, order=order, spread=spread, moves=moves)
+
+    def _try(self, chosen: _Chosen, pace: Pace, arrive: Floats) -> None:
         """Makes, simulates and perhaps keeps one plan; nothing if the search is over."""
         if self._done():
             return
         self._left -= 1
-        periods = self._problem.lifetimes
-        rows = choose(periods, pressure, order(periods, pressure))
-        moves = None if rows is None else assign(self._problem, rows, spread)
+        moves = chosen.moves
         if moves is None or not self._is_new(moves, pace, arrive):
             return
         migrations = place(self._problem, moves, arrive, pace)
         timing = self._simulator.run(migrations)
-        sizes = periods.nbytes[moves.rows]
-        attempt = _Attempt(
-            cost=(timing.step_ns, int(sizes.sum())),
-            migrations=migrations,
-            timing=timing,
-            order=order,
-            spread=spread,
-            pace=pace,
-        )
-        if self._best is None or attempt.cost < self._best.cost:
-            self._best = attempt
+        nbytes = int(self._problem.lifetimes.nbytes[moves.rows].sum())
+        cost = (timing.step_ns, nbytes)
+        if self._best is None or cost < self._best.cost:
+            self._best = _Attempt(
+                cost=cost, migrations=migrations, timing=timing, chosen=chosen, pace=pace
+            )
 
     def _is_new(self, moves: Moves, pace: Pace, arrive: Floats) -> bool:
         key = hashlib.blake2b(moves.rows.tobytes() + arrive.tobytes()).hexdigest()

@@ -107,6 +107,7 @@ class _State:
         self.out = {t: self.ns * (k.out_bytes_per_s * 1e-9) for t, k in self.links.items()}
         self.back = {t: self.ns * (k.back_bytes_per_s * 1e-9) for t, k in self.links.items()}
         sizes = problem.tier_bytes
+        self.spans = problem.tier_spans(np.arange(len(self.periods)))
         self.space = {t: Room(np.full(num_sites, sizes[t], np.int64)) for t in self.links}
         self.open = {t: allowed_in(problem, t) for t in self.links}
         """Periods that are not planned yet and have not been found too large for the tier."""
@@ -115,8 +116,9 @@ class _State:
         """Where each period fits into the bandwidth of `tier` that is free now."""
         start, end, nbytes = self.periods.start, self.periods.end, self.periods.nbytes
         out, back = _prefix(self.out[tier]), _prefix(self.back[tier])
-        gone = np.searchsorted(out, out[start] + nbytes)
-        begin = np.searchsorted(back, back[end] - nbytes, side="right") - 1
+        # a few bytes beside so many that could go in two steps may be nothing to a float
+        gone = np.maximum(np.searchsorted(out, out[start] + nbytes), start)
+        begin = np.minimum(np.searchsorted(back, back[end] - nbytes, side="right") - 1, end)
         return _Fits(
             tier=tier,
             viable=self.open[tier] & (gone < begin) & (begin >= start) & (gone <= end),
@@ -128,12 +130,12 @@ class _State:
 
     def has_space(self, row: int, tier: Tier) -> bool:
         """Whether the tier can hold the tensor during the period."""
-        start, end = self.problem.tier_span(row)
+        start, end = self.spans[row]
         return self.space[tier].least(start, end) >= int(self.periods.nbytes[row])
 
     def hold(self, row: int, tier: Tier) -> None:
         """Takes the space for that."""
-        start, end = self.problem.tier_span(row)
+        start, end = self.spans[row]
         self.space[tier].add(start, end, -int(self.periods.nbytes[row]))
 
     def take(self, slot: _Slot) -> None:

@@ -1,5 +1,6 @@
 """Which tier each chosen tensor goes to, within the budgets of the tiers."""
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import final
 
@@ -8,7 +9,8 @@ import numpy as np
 from teraplan.hardware import Tier
 from teraplan.lifetimes import Ints
 from teraplan.planners.base import Problem
-from teraplan.planners.placement import Moves, transfer_ns
+from teraplan.planners.copies import kept_copies
+from teraplan.planners.placement import Moves, transfers_ns
 from teraplan.planners.room import Room
 
 
@@ -53,115 +55,128 @@ _BUCKETS = 48
 
 @final
 class _Assignment:
-    """Space and load of the tiers while periods are assigned; mutable."""
+    """Space and load of the tiers while periods are assigned; mutable.
+
+    Periods are told by their place among `rows`, tiers by their place in `tiers`.
+    """
 
     def __init__(self, problem: Problem, rows: Ints) -> None:
         self._problem = problem
-        self._rows = rows
         periods = problem.lifetimes
-        self.rooms = {  # of a tier that is ample for everything at once no account is kept
-            tier: Room(np.full(periods.num_sites, size, dtype=np.int64))
-            for tier, size in problem.tier_bytes.items()
-        }
-        total = int(periods.nbytes[rows].sum())
-        self.ample = {tier for tier, size in problem.tier_bytes.items() if size >= total}
-        self._fastest_first = list(problem.tier_bytes)
-        self._link_free = dict.fromkeys(self.rooms, 0.0)
-        self._step_ns = max(float(periods.site_ns[periods.num_sites]), 1.0)
-        self._loads = {tier: np.zeros((2, _BUCKETS)) for tier in self.rooms}
-        self._of_tensor: dict[int, Tier] = {}
-        if Tier.HOST in self.rooms:
-            self._of_tensor.update(dict.fromkeys(problem.host_copies, Tier.HOST))
+        self.tiers = list(problem.tier_bytes)
+        """Fastest way back first."""
+        self.rooms = [  # of a tier that is ample for everything at once no account is kept
+            Room(np.full(periods.num_sites, size, dtype=np.int64))
+            for size in problem.tier_bytes.values()
+        ]
+        nbytes = periods.nbytes[rows]
+        self.ample = [size >= int(nbytes.sum()) for size in problem.tier_bytes.values()]
+        self._nbytes: list[int] = nbytes.tolist()
+        self._ids: list[int] = periods.tensor_ids[rows].tolist()
+        self._spans = problem.tier_spans(rows)
+        self._idle_ns = periods.idle_ns[rows]
+        ends_ns = [periods.site_ns[sites[rows]] for sites in (periods.start, periods.end)]
+        self._start_ns: list[float] = ends_ns[0].astype(np.float64).tolist()
+        self._link_free = [0.0 for _ in self.tiers]
+        step_ns = max(float(periods.site_ns[periods.num_sites]), 1.0)
+        first, last = ((ns / step_ns * _BUCKETS).astype(np.int64) for ns in ends_ns)
+        self._buckets: list[list[int]] = [
+            (first % _BUCKETS).tolist(),
+            ((last - 1) % _BUCKETS).tolist(),
+        ]
+        """Of the copies out and in."""
+        links = [problem.links[tier] for tier in self.tiers]
+        self._out_ns: list[list[float]] = [
+            transfers_ns(x, nbytes, x.out_bytes_per_s).tolist() for x in links
+        ]
+        self._busy_ns: list[tuple[list[float], list[float]]] = [
+            (
+                transfers_ns(link, nbytes, link.out_while_back_bytes_per_s).tolist(),
+                transfers_ns(link, nbytes, link.back_while_out_bytes_per_s).tolist(),
+            )
+            for link in links
+        ]
+        """Times of copies out and in while the link is busy both ways, by tier."""
+        self._loads = [([0.0] * _BUCKETS, [0.0] * _BUCKETS) for _ in links]
+        self._all_loads = [[0.0, 0.0] for _ in links]
+        self._of_tensor: dict[int, int] = {}
+        if Tier.HOST in self.tiers:
+            host = self.tiers.index(Tier.HOST)
+            self._of_tensor.update(dict.fromkeys(problem.host_copies, host))
 
     def order(self, spread: Spread) -> list[int]:
         """In which order periods choose."""
-        idle = self._problem.lifetimes.idle_ns[self._rows]
-        by_idle = spread in (Spread.SHORT_IDLE_FAST, Spread.BY_LOAD)
-        order = np.argsort(idle, kind="stable") if by_idle else np.arange(len(self._rows))
-        return [int(i) for i in order]
+        if spread in (Spread.SHORT_IDLE_FAST, Spread.BY_LOAD):
+            by_idle: list[int] = np.argsort(self._idle_ns, kind="stable").tolist()
+            return by_idle
+        return list(range(len(self._ids)))
 
     def choose(self, i: int, spread: Spread) -> Tier | None:
         """The tier of one period, whose space and load it takes; None if no tier has room."""
-        periods, row = self._problem.lifetimes, int(self._rows[i])
-        nbytes = int(periods.nbytes[row])
-        start, end = self._problem.tier_span(row)
-        for tier in self._preferred(row, spread):
-            if tier is Tier.HOST and int(periods.tensor_ids[row]) in self._problem.host_copies:
-                self._take(row, tier)
-                return tier
-            if tier in self.ample or self.rooms[tier].least(start, end) >= nbytes:
-                if tier not in self.ample:
-                    self.rooms[tier].add(start, end, -nbytes)
-                self._take(row, tier)
-                return tier
+        nbytes, (start, end) = self._nbytes[i], self._spans[i]
+        for tier in self._preferred(i, spread):
+            copied = self.tiers[tier] is Tier.HOST and self._ids[i] in self._problem.host_copies
+            if not copied and not self.ample[tier]:
+                if self.rooms[tier].least(start, end) < nbytes:
+                    continue
+                self.rooms[tier].add(start, end, -nbytes)
+            self._take(i, tier)
+            return self.tiers[tier]
         return None
 
     def split(self, i: int) -> int:
         """Takes room of both tiers for one period; bytes of it in host memory, 0 if neither has."""
-        periods, row = self._problem.lifetimes, int(self._rows[i])
-        tensor_id, nbytes = int(periods.tensor_ids[row]), int(periods.nbytes[row])
+        tensor_id, nbytes, span = self._ids[i], self._nbytes[i], self._spans[i]
         if tensor_id in self._problem.only_tier or not self._problem.may_split():
             return 0
-        span = self._problem.tier_span(row)
-        room = {tier: self.rooms[tier].least(*span) for tier in self.rooms}
-        host_bytes = self._problem.cut(tensor_id, max(room[Tier.HOST], 0))
-        if not host_bytes or nbytes - host_bytes > room[Tier.STORAGE]:
+        host, storage = (self.tiers.index(tier) for tier in (Tier.HOST, Tier.STORAGE))
+        host_bytes = self._problem.cut(tensor_id, max(self.rooms[host].least(*span), 0))
+        if not host_bytes or nbytes - host_bytes > self.rooms[storage].least(*span):
             return 0
-        self.rooms[Tier.HOST].add(*span, -host_bytes)
-        self.rooms[Tier.STORAGE].add(*span, host_bytes - nbytes)
-        self._take(row, Tier.STORAGE)
+        self.rooms[host].add(*span, -host_bytes)
+        self.rooms[storage].add(*span, host_bytes - nbytes)
+        self._take(i, storage)
         return host_bytes
 
-    def _preferred(self, row: int, spread: Spread) -> list[Tier]:
-        tensor_id = int(self._problem.lifetimes.tensor_ids[row])
-        if spread is Spread.SHORT_IDLE_FAST:
-            order = self._fastest_first
-        elif spread is Spread.SLOW_FIRST:
-            order = self._fastest_first[::-1]
-        elif spread is Spread.BALANCED:
-            order = sorted(self._fastest_first, key=lambda tier: self._done(row, tier))
-        else:
-            order = sorted(self._fastest_first, key=lambda tier: self._load(row, tier))
-        only = self._problem.only_tier.get(tensor_id)
+    def _preferred(self, i: int, spread: Spread) -> Sequence[int]:
+        only = self._problem.only_tier.get(self._ids[i])
         if only is not None:
-            return [only] if only in self.rooms else []
-        before = self._of_tensor.get(tensor_id)
-        if before is not None and order[0] is not before:
-            order = [before, *(tier for tier in order if tier is not before)]
+            return [tier for tier, name in enumerate(self.tiers) if name is only]
+        order = list(range(len(self.tiers)))
+        if spread is Spread.SLOW_FIRST:
+            order.reverse()
+        elif spread is Spread.BALANCED:
+            order.sort(key=lambda tier: self._done(i, tier))
+        elif spread is Spread.BY_LOAD:
+            order.sort(key=lambda tier: self._load(i, tier))
+        before = self._of_tensor.get(self._ids[i])
+        if before is not None:
+            order.remove(before)
+            order.insert(0, before)
         return order
 
-    def _done(self, row: int, tier: Tier) -> float:
+    def _done(self, i: int, tier: int) -> float:
         """When the copy out would be done, in order of time."""
-        periods, link = self._problem.lifetimes, self._problem.links[tier]
-        begin = max(self._link_free[tier], float(periods.site_ns[periods.start[row]]))
-        return begin + transfer_ns(link, int(periods.nbytes[row]), link.out_bytes_per_s)
+        return max(self._link_free[tier], self._start_ns[i]) + self._out_ns[tier][i]
 
-    def _transfers(self, row: int, tier: Tier) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Bucket and time of the copies out and in."""
-        periods, link = self._problem.lifetimes, self._problem.links[tier]
-        nbytes = int(periods.nbytes[row])
-        out = transfer_ns(link, nbytes, link.out_while_back_bytes_per_s)
-        back = transfer_ns(link, nbytes, link.back_while_out_bytes_per_s)
-        sites = (periods.start[row], periods.end[row])
-        first, last = (
-            int(float(periods.site_ns[site]) / self._step_ns * _BUCKETS) for site in sites
-        )
-        return (first % _BUCKETS, out), ((last - 1) % _BUCKETS, back)
-
-    def _load(self, row: int, tier: Tier) -> float:
+    def _load(self, i: int, tier: int) -> float:
         """How busy the tier is near both transfers and in all of the step, with this one."""
         total = 0.0
-        for side, (bucket, duration) in enumerate(self._transfers(row, tier)):
-            loads = self._loads[tier][side]
-            near = loads[bucket] + loads[bucket - 1] + loads[(bucket + 1) % _BUCKETS] + duration
-            total += near * _BUCKETS / 3 + loads.sum() + duration
+        for side in (0, 1):
+            loads, bucket = self._loads[tier][side], self._buckets[side][i]
+            duration = self._busy_ns[tier][side][i]
+            # the bucket after the last one is the first
+            near = loads[bucket] + loads[bucket - 1] + loads[bucket + 1 - _BUCKETS] + duration
+            total += near * _BUCKETS / 3 + self._all_loads[tier][side] + duration
         return total
 
-    def _take(self, row: int, tier: Tier) -> None:
-        self._link_free[tier] = self._done(row, tier)
-        self._of_tensor[int(self._problem.lifetimes.tensor_ids[row])] = tier
-        for side, (bucket, duration) in enumerate(self._transfers(row, tier)):
-            self._loads[tier][side, bucket] += duration
+    def _take(self, i: int, tier: int) -> None:
+        self._link_free[tier] = self._done(i, tier)
+        self._of_tensor[self._ids[i]] = tier
+        for side in (0, 1):
+            duration = self._busy_ns[tier][side][i]
+            self._loads[tier][side][self._buckets[side][i]] += duration
+            self._all_loads[tier][side] += duration
 
 
 def _clean(
@@ -176,44 +191,29 @@ def _clean(
     None is kept of what was split for want of room.
     """
     periods, tensors = problem.lifetimes, problem.trace.tensors
+    ids: list[int] = periods.tensor_ids[rows].tolist()
+    starts: list[int] = periods.start[rows].tolist()
+    ends: list[int] = periods.end[rows].tolist()
     of_tensor: dict[int, list[int]] = {}
-    for i, row in enumerate(rows.tolist()):
-        of_tensor.setdefault(int(periods.tensor_ids[row]), []).append(i)
-    clean = [
-        tier is Tier.HOST and tensor_id in problem.host_copies
-        for tier, tensor_id in zip(tiers, periods.tensor_ids[rows].tolist(), strict=True)
-    ]
+    for i, tensor_id in enumerate(ids):
+        of_tensor.setdefault(tensor_id, []).append(i)
+    copies = problem.host_copies
+    clean = [t is Tier.HOST and i in copies for t, i in zip(tiers, ids, strict=True)]
     for tensor_id, moves in of_tensor.items():
         tensor = tensors[tensor_id]
-        if len(moves) < 2:
-            continue
-        spans = [(int(periods.start[rows[i]]), int(periods.end[rows[i]])) for i in moves]
-        changes = [tensor.windows[number] for number in tensor.changes]
-        for position, i in enumerate(moves):
-            if clean[i] or host_bytes[i] or host_bytes[moves[position - 1]]:
-                continue
-            if position == 0 and not (tensor.persistent and changes):
-                continue  # of all that go round, one must write
-            shift = periods.num_sites if position == 0 else 0
-            since, until = spans[position - 1][1] - shift, spans[position][0]
-            tier = tiers[i]
-            if tier is not tiers[moves[position - 1]] or _changed(changes, since, until, shift):
+        spans = [(starts[i], ends[i]) for i in moves]
+        # what was split is in no place where another migration could find it
+        places = [(tiers[i], i if host_bytes[i] else None) for i in moves]
+        for position, since, until in kept_copies(tensor, spans, places, periods.num_sites):
+            i = moves[position]
+            if clean[i]:
                 continue
             since, until = since + problem.spare_sites, until - problem.spare_sites
-            if tier not in state.ample and since < until:
+            tier = state.tiers.index(tiers[i])
+            if not state.ample[tier] and since < until:
                 room, size = state.rooms[tier], tensor.nbytes
-                since, until = since + shift, until + shift
                 if room.least(since, until) < size:
                     continue
                 room.add(since, until, -size)
             clean[i] = True
     return tuple(clean)
-
-
-def _changed(changes: list[tuple[int, int]], since: int, until: int, num_sites: int) -> bool:
-    """Whether a window in which the tensor changes lies between, also one of the step before."""
-    return any(
-        since <= start - shift and end - shift <= until
-        for start, end in changes
-        for shift in (0, num_sites)
-    )

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from teraplan.lifetimes import Floats, Ints, Lifetimes
-from teraplan.memory_curve import Curve, sum_ranges
+from teraplan.memory_curve import Curve, sum_columns
 from teraplan.planners.room import Room
 
 Order = Callable[[Lifetimes, Curve], Floats]
@@ -132,8 +132,7 @@ def _without_superfluous(
     periods: Lifetimes, pressure: Curve, score: Floats, taken: list[int]
 ) -> Ints:
     start, end, nbytes = periods.start, periods.end, periods.nbytes
-    columns = (start[taken].tolist(), end[taken].tolist(), nbytes[taken].tolist())
-    covered = sum_ranges(periods.num_sites, zip(*columns, strict=True))
+    covered = sum_columns(periods.num_sites, start[taken], end[taken], nbytes[taken])
     room = Room(covered - pressure)
     # the worst first: what goes out must be worth least
     keep = set(taken)

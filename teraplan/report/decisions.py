@@ -1,11 +1,12 @@
 """What a plan decides for each tensor, identical layers folded into one row."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from teraplan.hardware import Tier
 from teraplan.plan import HostUpdate, Migration, Plan, Recomputation
 from teraplan.report.folding import (
+    by_template,
     layer_fold,
     merge_numbers,
     name_template,
@@ -115,7 +116,7 @@ def fold(plan: Plan) -> tuple[Row, ...]:
     groups: dict[tuple[object, ...], list[Decision]] = {}
     for decision in all_decisions:
         groups.setdefault(_key(decision), []).append(decision)
-    layers = {tensor.layer or tensor.name for tensor in plan.trace.tensors}
+    layers = by_template(tensor.layer or tensor.name for tensor in plan.trace.tensors)
     rows = [_row(group, layers) for group in groups.values()]
 
     def rank(row: Row) -> tuple[object, ...]:
@@ -142,7 +143,7 @@ def _way(migration: Migration) -> tuple[object, ...]:
     return migration.tier, split, migration.clean, text_template(migration.reason)
 
 
-def _row(group: list[Decision], layers: Iterable[str]) -> Row:
+def _row(group: list[Decision], layers: Mapping[str, Set[str]]) -> Row:
     first = group[0]
     folded = layer_fold(
         (decision.tensor.layer or decision.tensor.name for decision in group), layers

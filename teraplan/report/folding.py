@@ -1,8 +1,9 @@
 """Names of repeated layers and tensors folded into one: twelve "blocks.N.mlp" to "blocks.*.mlp"."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from teraplan.report.table import TIMES
 
@@ -31,21 +32,28 @@ def name_template(name: str) -> str:
     return _INDEX.sub("*", name)
 
 
-def layer_fold(names: Iterable[str], among: Iterable[str] = ()) -> tuple[Fold, ...]:
+def by_template(names: Iterable[str]) -> dict[str, set[str]]:
+    """The names of each template."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        found.setdefault(name_template(name), set()).add(name)
+    return found
+
+
+def layer_fold(
+    names: Iterable[str], among: Mapping[str, Set[str]] = MappingProxyType({})
+) -> tuple[Fold, ...]:
     """Distinct `names` folded by template, in order of first appearance.
 
-    `among` has the names that could have been there: a fold that lacks some of them shows which
-    numbers it has.
+    `among` has the names that could have been there, `by_template`: a fold that lacks some of them
+    shows which numbers it has.
     """
     groups: dict[str, dict[str, None]] = {}
     for name in names:
         groups.setdefault(name_template(name), {})[name] = None
-    others: dict[str, set[str]] = {}
-    for name in among:
-        others.setdefault(name_template(name), set()).add(name)
     folds: list[Fold] = []
     for template, group in groups.items():
-        complete = others.get(template, set()) <= set(group)
+        complete = among.get(template, set()) <= set(group)
         label = _label(template, tuple(group), complete=complete)
         folds.append(Fold(label=label, count=len(group), names=tuple(group)))
     return tuple(folds)

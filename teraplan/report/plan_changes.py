@@ -1,11 +1,11 @@
 """What changed from one plan to another: budgets, prediction, and decisions, folded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 
 from teraplan.hardware import Tier
 from teraplan.plan import Migration, Plan
-from teraplan.report.folding import layer_fold, name_template, node_label
+from teraplan.report.folding import by_template, layer_fold, name_template, node_label
 from teraplan.report.table import TIMES, aligned, shorten
 from teraplan.step_trace import StepTrace, Tensor
 from teraplan.units import format_nbytes, format_ns
@@ -204,14 +204,17 @@ def changes_text(changes: PlanChanges, layers: Sequence[str]) -> str:
         blocks.append(aligned(rows, "<>><"))
     if changes.decisions:
         table = [("decision", "tensors", "", "bytes")]
-        table += [_decision_row(change, layers) for change in changes.decisions]
+        known = by_template(layers)
+        table += [_decision_row(change, known) for change in changes.decisions]
         blocks.append(aligned(table, "<<>>"))
     else:
         blocks.append(["The decisions are equal."])
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _decision_row(change: DecisionChange, layers: Sequence[str]) -> tuple[str, str, str, str]:
+def _decision_row(
+    change: DecisionChange, layers: Mapping[str, Set[str]]
+) -> tuple[str, str, str, str]:
     first = change.tensors[0]
     node = node_label(first.name, first.layer) if first.layer else ""
     folded = layer_fold((tensor.layer or tensor.name for tensor in change.tensors), layers)

@@ -127,6 +127,20 @@ def test_a_plan_for_another_step_is_refused(trace: str, tmp_path: Path, capsys: 
     assert "the plan is for another step" in capsys.readouterr().err
 
 
+def test_a_plan_in_the_wrong_order_is_refused(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "p.json"
+    arguments = ["plan", trace, "--hardware", "h200", "--device-budget", "75%", "-o", str(path)]
+    assert main(arguments) == 0
+    plan = json.loads(path.read_text())
+    plan["migrations"][0]["needed"] = 0
+    path.write_text(json.dumps(plan))
+    capsys.readouterr()
+    assert main(["simulate", trace, str(path)]) == 1
+    assert "the order is leave <= gone < back <= needed" in capsys.readouterr().out
+    assert main(["simulate", trace, str(path), "--json"]) == 1
+    assert loaded(capsys)["fits"] is False
+
+
 def test_a_tighter_bound(trace: str, tmp_path: Path) -> None:
     plan = tmp_path / "p.json"
     arguments = ["plan", trace, "--hardware", "a100:ssd=1:host=0", "--device-budget", "70%"]
@@ -252,3 +266,13 @@ def test_no_split_leaves_tensors_whole(trace: str, tmp_path: Path, capsys: Captu
         assert any(m.host_bytes for m in read_plan(plan).migrations) is expected
         assert main(["show", str(plan)]) == 0
         assert ("+ storage" in capsys.readouterr().out) is expected
+
+
+def test_a_budget_beyond_all_numbers_is_as_much_as_there_can_be(
+    trace: str, tmp_path: Path, capsys: Captured
+) -> None:
+    plan = tmp_path / "plan.json"
+    budget = ["--device-budget", "9999999999TiB", "--host-budget", "9999999999TiB"]
+    assert main(["plan", trace, "--hardware", "h200", *budget, "-o", str(plan)]) == 0
+    assert read_plan(plan).migrations == ()
+    capsys.readouterr()

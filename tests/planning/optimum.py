@@ -4,36 +4,57 @@ import itertools
 
 import numpy as np
 
-from teraplan.hardware import Hardware
+from teraplan.check_plan import check_plan
+from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.memory_curve import fixed_curve, managed_curve
 from teraplan.plan import Migration
 from teraplan.simulator import Simulator
 from teraplan.step_trace import StepTrace
+from tests.planning.synthetic import plan_of
 
 
 def optimum_ns(
-    trace: StepTrace, hardware: Hardware, limit: int, most_plans: int = 20_000
+    trace: StepTrace, hardware: Hardware, limits: Budgets, most_plans: int = 20_000
 ) -> int | None:
-    """The shortest step of all plans, None if there are too many of them to be tried."""
-    options: list[list[Migration | None]] = []
-    for tensor_id, start, end in trace.periods():
-        if not trace.tensors[tensor_id].nbytes:
-            continue
-        tiers = Simulator(trace, hardware).links
-        moves = [
-            Migration(tensor_id=tensor_id, leave=start, gone=a, back=b, needed=end, tier=tier)
-            for tier in tiers
-            for a in range(start, end)
-            for b in range(a + 1, end + 1)
-        ]
-        options.append([None, *moves])
+    """The shortest step of all plans that move tensors as a whole, each for all of a period.
+
+    None if no plan holds, or there are too many of them to be tried.
+    """
+    options = _options(trace, hardware)
     if np.prod([len(o) for o in options], dtype=float) > most_plans:
         return None
     simulator, fixed = Simulator(trace, hardware), fixed_curve(trace)
+    largest = sum(tensor.nbytes for tensor in trace.tensors)
     best: int | None = None
     for chosen in itertools.product(*options):
         plan = tuple(m for m in chosen if m is not None)
-        if (fixed + managed_curve(trace, plan) <= limit).all():
-            step_ns = simulator.run(plan).step_ns
-            best = step_ns if best is None else min(best, step_ns)
+        if (fixed + managed_curve(trace, plan) > limits.device_bytes).any():
+            continue
+        hosted = any(m.tier is Tier.HOST for m in plan) and limits.host_bytes < largest
+        in_doubt = hosted or any(m.clean for m in plan)
+        if in_doubt and check_plan(plan_of(trace, hardware, limits, plan)):
+            continue
+        step_ns = simulator.run(plan).step_ns
+        best = step_ns if best is None else min(best, step_ns)
     return best
+
+
+def _options(trace: StepTrace, hardware: Hardware) -> list[list[Migration | None]]:
+    """For each idle period, all that can be done with it."""
+    periods = [row for row in trace.periods() if trace.tensors[row[0]].nbytes]
+    several = {i for i, _, _ in periods if sum(i == other for other, _, _ in periods) > 1}
+    return [
+        [
+            None,
+            *(
+                Migration(
+                    tensor_id=i, leave=start, gone=a, back=b, needed=end, tier=tier, clean=clean
+                )
+                for tier in Simulator(trace, hardware).links
+                for clean in ((False, True) if i in several else (False,))
+                for a in range(start, end)
+                for b in range(a + 1, end + 1)
+            ),
+        ]
+        for i, start, end in periods
+    ]

@@ -117,6 +117,8 @@ CHANGES: list[tuple[str, object, str]] = [
     ("trace/tensors/1/name", "g0.c0/norm_0", r'tensors\[1\].name: "g0.c0/norm_0" names two'),
     ("trace/tensors/0/changed_in", [9], r"changed_in\[0\]: is 9, expected 0 to"),
     ("trace/tensors/0/changed_in", [1, 0], "changed_in: are not ascending"),
+    ("trace/tensors/0/nbytes", 1 << 60, "trace.tensors: add up to .* bytes with state, at most"),
+    ("trace/sites/duration_ns/0", 1 << 51, "trace.sites.duration_ns: add up to .* ns, at most"),
     ("hardware/device_port", 3, "hardware.device_port: is 3, expected an object"),
     ("prediction/bound_ns", None, "prediction.bound_ns: is null, expected an integer"),
     ("trace/fingerprint/device", None, "trace.fingerprint.device: is null, expected a string"),

@@ -69,8 +69,11 @@ def test_an_update_on_the_host_is_waited_for_where_its_parameter_is_used() -> No
     done = simulate(one_update(), hardware, (), (placed(),))
     assert done.step_ns == 600 + 400
     assert [(s.tensor, s.site, s.duration_ns) for s in done.stalls] == [("t0", 3, 400)]
-    assert (done.out_bytes, done.back_bytes) == ({Tier.HOST: 50}, {Tier.HOST: 100})
-    assert done.host_peak_bytes == 350
+    assert (done.prediction.out_bytes, done.prediction.back_bytes) == (
+        {Tier.HOST: 50},
+        {Tier.HOST: 100},
+    )
+    assert done.prediction.host_peak_bytes == 350
     # m is never there, w in 3 and 4 alone, g in 4 and on its way out in 5 and 6
     assert done.managed_bytes == (0, 0, 0, 100, 150, 50, 50)
     run = done.host_updates[-1]
@@ -82,7 +85,7 @@ def test_an_update_that_is_done_in_time_costs_nothing() -> None:
     hardware = with_cores(one_byte_per_ns(), 4.0)
     done = simulate(one_update(), hardware, (), (placed(back=8),))
     assert (done.step_ns, done.stalls) == (600, ())
-    assert done.ideal_ns == 700
+    assert done.prediction.ideal_ns == 700
     assert done.managed_bytes == (0, 100, 100, 100, 150, 50, 50)
 
 
@@ -122,7 +125,7 @@ def test_a_parameter_that_the_host_updates_is_clean_there() -> None:
     h = HostUpdate(update=0, flush=4, gone=5, back=6, needed=6)
     done = simulate(trace, hardware, (away,), (h,))
     # the copy is the one that the host updated: no bytes beside those of the update
-    assert done.host_peak_bytes == 150
+    assert done.prediction.host_peak_bytes == 150
     limit = budgets(10**6)
     assert check_plan(plan_of(trace, hardware, limit, (away,), (h,))) == ()
     alone = plan_of(trace, hardware, limit, (away,))

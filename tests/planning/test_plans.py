@@ -15,11 +15,16 @@ from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.plan import Migration, Plan
 from teraplan.planners import POLICIES, make_plan
 from teraplan.planners.base import Problem
+from teraplan.planners.baselines import on_demand
+from teraplan.planners.polish import polish
+from teraplan.planners.small_step import SmallStep
+from teraplan.planners.victims import first_saved
 from teraplan.step_trace import StepTrace
-from tests.planning.synthetic import budgets, gpt_trace, machine
+from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
+from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.traces import machines, traces
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def between(trace: StepTrace, part: float) -> int:
@@ -100,6 +105,7 @@ def test_same_input_same_plan(trace: StepTrace, hardware: Hardware, part: float)
     assert first == second
 
 
+@pytest.mark.slow
 @quick
 @given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
 def test_every_plan_holds_and_ours_is_never_slower(
@@ -114,6 +120,17 @@ def test_every_plan_holds_and_ours_is_never_slower(
         assert check_plan(plan) == ()
         assert plan.prediction.device_peak_bytes <= limit.device_bytes
         assert ours <= plan.prediction.step_ns
+
+
+def test_what_leaves_late_in_its_period_is_not_moved_twice_in_it() -> None:
+    """At site 4 both of two tensors are away; one that were away twice would do for the other."""
+    first, second = (90, ((0, 0), (7, 8)), False), (90, ((3, 3), (5, 6)), False)
+    trace, hardware, limit = step(8, first, second, (90, ((4, 5),), False)), one_byte_per_ns(), 1090
+    problem = Problem.of(trace, hardware, budgets(limit))
+    late = on_demand(problem, first_saved)
+    assert [(m.tensor_id, m.leave) for m in late] == [(0, 3), (1, 3)]
+    found = polish(SmallStep(problem, problem.simulator()), late, 0, split=False)
+    assert check_plan(plan_of(trace, hardware, budgets(limit), found)) == ()
 
 
 def test_nothing_moves_if_all_fits() -> None:

@@ -15,21 +15,22 @@ from hypothesis import strategies as st
 from teraplan import planners
 from teraplan.check_plan import check_plan
 from teraplan.errors import ConfigError, InfeasibleBudgetError
-from teraplan.hardware import Hardware, Tier
+from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.library.machines import GB, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
 from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.plan import Plan
 from teraplan.planners import make_plan
-from teraplan.planners.base import Problem
+from teraplan.planners.base import Problem, require_feasible
 from teraplan.planners.coarse import coarsen
 from teraplan.planners.rules import read_rules
 from teraplan.planners.stall_driven import plan_by_stalls
 from teraplan.step_trace import StepTrace
 from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
+from tests.planning.test_simulate import step
 from tests.planning.traces import machines, traces
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def between(trace: StepTrace, part: float) -> int:
@@ -93,6 +94,10 @@ def test_a_faster_candidate_is_the_answer_and_a_wrong_one_is_not() -> None:
     assert taken.migrations == ours.migrations
     assert taken.policy == "teraplan"
     assert taken.prediction == ours.prediction
+    first = ours.migrations[0]
+    edited = replace(first, gone=first.back, back=first.gone)
+    wrong = replace(ours, migrations=(edited, *ours.migrations[1:]))
+    assert make_plan(trace, machine(2.0), limit, "lru", candidates=[wrong]).policy == "lru"
     smaller = budgets(between(trace, 0.1))
     kept = make_plan(trace, machine(2.0), smaller, candidates=[ours])
     assert check_plan(kept) == ()
@@ -120,6 +125,17 @@ def test_more_of_anything_is_never_slower_than_the_plan_before(
         if before is not None:
             assert plan.prediction.step_ns <= before.prediction.step_ns
         before = plan
+
+
+def test_a_named_least_budget_can_have_a_margin() -> None:
+    trace = gpt_trace(2)
+    least = least_budget(trace).nbytes
+    problem = Problem.of(trace, machine(), budgets(least - 1))
+    named = f"at least .* \\({least + 7} bytes\\)"
+    with pytest.raises(InfeasibleBudgetError, match=named) as raised:
+        require_feasible(problem, margin_bytes=7)
+    assert raised.value.least_budget_bytes == least + 7
+    require_feasible(Problem.of(trace, machine(), budgets(least)), margin_bytes=7)
 
 
 def test_a_time_limit_gives_a_plan_in_time() -> None:
@@ -174,6 +190,20 @@ def test_the_policy_in_the_documents_works(
     assert check_plan(plan_of(trace, hardware, limit, migrations)) == ()
 
 
+def planned_within_what_errors_name(
+    trace: StepTrace, hardware: Hardware, limit: Budgets, policy: str, errors: int = 2
+) -> Plan:
+    """Sums of bytes are refused first, then tensors that do not fit together."""
+    try:
+        return make_plan(trace, hardware, limit, policy)
+    except InfeasibleBudgetError as error:
+        assert errors > 0
+        assert error.least_budget_bytes > limit.device_bytes
+        assert f"({error.least_budget_bytes} bytes)" in str(error)
+        enough = replace(limit, device_bytes=error.least_budget_bytes)
+    return planned_within_what_errors_name(trace, hardware, enough, policy, errors - 1)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     trace=traces(),
@@ -202,10 +232,41 @@ def test_a_plan_that_holds_or_an_error_that_says_why_not(
     limit = budgets(
         max(between(trace, part), 0), host_bytes=rooms[0] * 1000, storage_bytes=rooms[1] * 1000
     )
-    try:
-        plan = make_plan(trace, hardware, limit, policy)
-    except InfeasibleBudgetError as error:
-        assert str(error)
-        return
+    plan = planned_within_what_errors_name(trace, hardware, limit, policy)
     assert check_plan(plan) == ()
     assert plan.prediction.bound_ns <= plan.prediction.step_ns
+
+
+def test_the_least_budget_counts_the_room_in_other_tiers() -> None:
+    trace, hardware = gpt_trace(1), machine()
+    least, most = least_budget(trace).nbytes, peak(device_curve(trace))
+    limit = budgets(0, host_bytes=0, storage_bytes=(most - least) // 2)
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"bytes\), with room for .* in storage"
+    ) as error:
+        make_plan(trace, hardware, limit)
+    assert error.value.least_budget_bytes == most - limit.storage_bytes
+    again = replace(limit, device_bytes=error.value.least_budget_bytes - 1)
+    with pytest.raises(InfeasibleBudgetError, match="must be elsewhere at site") as error:
+        make_plan(trace, hardware, again)
+    assert error.value.least_budget_bytes == most - limit.storage_bytes
+
+
+@pytest.mark.parametrize("policy", ["teraio", "g10"])
+def test_a_byte_over_a_link_that_could_carry_all_there_is(policy: str) -> None:
+    """What goes in long intervals is so much that one byte more is the same float."""
+    trace = step(6, (1, ((0, 2), (4, 6)), False), (1, ((2, 4),), False))
+    durations = (10**13, 0, 10**13, 10**13, 0, 10**13)
+    sites = tuple(
+        replace(site, duration_ns=ns) for site, ns in zip(trace.sites, durations, strict=True)
+    )
+    plan = make_plan(
+        replace(trace, sites=sites), machine(storage=1e6, device_bytes=1001), budgets(1001), policy
+    )
+    assert check_plan(plan) == ()
+
+
+def test_links_that_would_take_months_are_an_error() -> None:
+    trace = gpt_trace(1)
+    with pytest.raises(ConfigError, match=r"takes 9007199.25 s or longer, over links that are too"):
+        make_plan(trace, machine(storage=2e-9), budgets(between(trace, 0.5)))

@@ -66,7 +66,7 @@ def test_whole_tensors_give_nearly_the_optimum() -> None:
         limit = least + int((most - least) * part)
         if len(above) >= 20 or limit >= most:
             return
-        best = optimum_ns(trace, machine, limit, most_plans=2000)
+        best = optimum_ns(trace, machine, budgets(limit), most_plans=2000)
         if best:
             bound_ns = relaxed(Problem.of(trace, machine, budgets(limit)), whole=True)
             assert bound_ns <= best

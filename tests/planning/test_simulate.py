@@ -77,7 +77,7 @@ def test_without_migrations_nothing_waits() -> None:
     assert (done.step_ns, done.stalls, done.transfers) == (400, (), ())
     assert done.site_start_ns == (0, 100, 200, 300)
     assert done.managed_bytes == (50, 50, 50, 0)
-    assert (done.device_peak_bytes, done.managed_peak_bytes) == (1050, 50)
+    assert (done.prediction.device_peak_bytes, done.prediction.managed_peak_bytes) == (1050, 50)
 
 
 def test_a_transfer_that_has_time_costs_nothing() -> None:
@@ -90,8 +90,8 @@ def test_a_transfer_that_has_time_costs_nothing() -> None:
         (Direction.BACK, 300, 450),
     ]
     assert done.managed_bytes == (150, 150, 0, 150, 150, 150)
-    assert done.storage_peak_bytes == 150
-    assert (done.out_bytes, done.back_bytes) == ({S: 150}, {S: 150})
+    assert done.prediction.storage_peak_bytes == 150
+    assert (done.prediction.out_bytes, done.prediction.back_bytes) == ({S: 150}, {S: 150})
 
 
 def test_waits_where_gone_and_needed_come_too_early() -> None:
@@ -104,7 +104,7 @@ def test_waits_where_gone_and_needed_come_too_early() -> None:
     ]
     assert done.site_start_ns == (0, 100, 360, 460)
     assert done.step_ns == 720
-    assert done.stall_ns == {0: 320}
+    assert done.prediction.stall_ns == {0: 320}
 
 
 def test_at_one_site_waits_for_out_before_back_starts() -> None:
@@ -144,7 +144,7 @@ def test_links_do_not_disturb_each_other() -> None:
     plan = (move(0, 0, 1, 2, 3), move(1, 0, 1, 2, 3, Tier.HOST))
     done = simulate(trace, one_byte_per_ns(), plan)
     assert done.step_ns == 400
-    assert (done.host_peak_bytes, done.storage_peak_bytes) == (100, 100)
+    assert (done.prediction.host_peak_bytes, done.prediction.storage_peak_bytes) == (100, 100)
 
 
 def test_a_persistent_tensor_wraps_into_the_next_step() -> None:
@@ -163,10 +163,10 @@ def test_a_clean_copy_is_not_written() -> None:
     trace = step(8, (100, ((0, 0), (3, 4), (7, 8)), False))
     second = Migration(tensor_id=0, leave=4, gone=4, back=5, needed=7, tier=S, clean=True)
     done = simulate(trace, one_byte_per_ns(), (move(0, 0, 1, 2, 3), second))
-    assert done.out_bytes == {S: 100}
-    assert done.back_bytes == {S: 200}
+    assert done.prediction.out_bytes == {S: 100}
+    assert done.prediction.back_bytes == {S: 200}
     assert done.step_ns == 800
-    assert done.storage_peak_bytes == 100
+    assert done.prediction.storage_peak_bytes == 100
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,11 +176,13 @@ def test_times_add_up(trace: StepTrace, hardware: Hardware, part: float) -> None
     plan = make_plan(trace, hardware, budgets(least + int((most - least) * part)), "teraio")
     done = simulate(trace, hardware, plan.migrations)
     waits = sum(stall.duration_ns for stall in done.stalls)
-    assert abs(done.step_ns - done.ideal_ns - waits) <= len(done.stalls) + 1
+    assert abs(done.step_ns - done.prediction.ideal_ns - waits) <= len(done.stalls) + 1
     busy: dict[tuple[Tier, Direction], int] = {}
     for t in sorted(done.transfers, key=lambda t: t.start_ns):
         assert t.start_ns >= busy.get((t.tier, t.direction), 0)
         busy[t.tier, t.direction] = t.end_ns
     if all(m.needed < len(trace.sites) for m in plan.migrations):
         moved = sum(t.nbytes for t in done.transfers)
-        assert moved == sum(done.out_bytes.values()) + sum(done.back_bytes.values())
+        assert moved == sum(done.prediction.out_bytes.values()) + sum(
+            done.prediction.back_bytes.values()
+        )

@@ -31,10 +31,10 @@ from tests.planning.optimum import optimum_ns
 from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_check_plan import kinds, parameter_step
 from tests.planning.test_simulate import one_byte_per_ns, step
-from tests.planning.traces import machines, traces
+from tests.planning.traces import grown, machines, traces
 from tests.planning.updating import layers_step
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 H, S = Tier.HOST, Tier.STORAGE
 
 
@@ -50,23 +50,6 @@ def split(
         tier=S,
         host_bytes=host_bytes,
         clean=clean,
-    )
-
-
-def grown(trace: StepTrace, factor: int = 1000) -> StepTrace:
-    """The same with tensors and times so many times as large: large enough to be split."""
-    return replace(
-        trace,
-        state_bytes=trace.state_bytes * factor,
-        sites=tuple(
-            replace(
-                site,
-                duration_ns=site.duration_ns * factor,
-                workspace_bytes=site.workspace_bytes * factor,
-            )
-            for site in trace.sites
-        ),
-        tensors=tuple(replace(t, nbytes=t.nbytes * factor) for t in trace.tensors),
     )
 
 
@@ -97,8 +80,8 @@ def test_both_parts_move_at_once_and_the_later_one_counts() -> None:
         (4, 500, 100),
     ]
     assert done.step_ns == 700
-    assert (done.host_peak_bytes, done.storage_peak_bytes) == (100, 200)
-    assert done.out_bytes == done.back_bytes == {H: 100, S: 200}
+    assert (done.prediction.host_peak_bytes, done.prediction.storage_peak_bytes) == (100, 200)
+    assert done.prediction.out_bytes == done.prediction.back_bytes == {H: 100, S: 200}
     assert done.managed_bytes == (300, 0, 0, 300, 300)
 
 
@@ -253,7 +236,7 @@ def test_a_split_beats_the_best_plan_of_whole_tensors() -> None:
     trace, limit = in_the_way(60_000_000)
     hardware = machine(6.0, host=12.0)
     plan = make_plan(trace, hardware, budgets(limit))
-    best = optimum_ns(trace, hardware, limit)
+    best = optimum_ns(trace, hardware, budgets(limit))
     assert best is not None
     assert plan.prediction.step_ns < 0.75 * best
     (m,) = splits(plan)

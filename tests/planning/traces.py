@@ -1,5 +1,7 @@
 """Hypothesis strategies of steps, machines and migrations."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from teraplan.hardware import Hardware, Link
@@ -94,4 +96,21 @@ def machines(draw: st.DrawFn) -> Hardware:
         storage_capacity_bytes=1 << 40,
         host_link=draw(st.none() | links()),
         storage_link=draw(links()),
+    )
+
+
+def grown(trace: StepTrace, factor: int = 1000) -> StepTrace:
+    """The same with tensors and times so many times as large: large enough to be split."""
+    return replace(
+        trace,
+        state_bytes=trace.state_bytes * factor,
+        sites=tuple(
+            replace(
+                site,
+                duration_ns=site.duration_ns * factor,
+                workspace_bytes=site.workspace_bytes * factor,
+            )
+            for site in trace.sites
+        ),
+        tensors=tuple(replace(t, nbytes=t.nbytes * factor) for t in trace.tensors),
     )

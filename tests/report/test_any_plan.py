@@ -14,7 +14,7 @@ from teraplan.report.drawing import draw_plan
 from teraplan.report.plan_changes import all_layers, changes_text, plan_changes
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
 from teraplan.report.summary import plan_banner
-from teraplan.simulate import prediction_of, simulate
+from teraplan.simulate import simulate
 from teraplan.units import MIB
 from tests.report.example_plan import make_plan
 
@@ -41,7 +41,7 @@ def plans(draw: st.DrawFn) -> Plan:
         trace=trace,
         migrations=migrations,
         budgets=Budgets(device_bytes=budget, host_bytes=budget, storage_bytes=budget),
-        prediction=prediction_of(simulation),
+        prediction=simulation.prediction,
     )
 
 

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from teraplan.report.folding import (
+    by_template,
     layer_fold,
     merge_numbers,
     name_template,
@@ -21,14 +22,16 @@ def test_equal_layers_become_one() -> None:
 
 def test_a_fold_shows_which_layers_where_others_exist() -> None:
     every = [f"blocks.{block}.mlp" for block in range(12)]
-    assert [fold.label for fold in layer_fold(every[:6], every)] == ["blocks.{0-5}.mlp"]
-    assert [fold.label for fold in layer_fold([every[3]], every)] == ["blocks.3.mlp"]
-    assert [fold.label for fold in layer_fold(every, every)] == ["blocks.*.mlp"]
+    known = by_template(every)
+    assert [fold.label for fold in layer_fold(every[:6], known)] == ["blocks.{0-5}.mlp"]
+    assert [fold.label for fold in layer_fold([every[3]], known)] == ["blocks.3.mlp"]
+    assert [fold.label for fold in layer_fold(every, known)] == ["blocks.*.mlp"]
 
 
 def test_two_numbers_in_a_name() -> None:
     every = [f"stages.{stage}.blocks.{block}" for stage in range(3) for block in range(4)]
-    assert [fold.label for fold in layer_fold(every[:8], every)] == ["stages.{0-1}.blocks.{0-3}"]
+    folds = layer_fold(every[:8], by_template(every))
+    assert [fold.label for fold in folds] == ["stages.{0-1}.blocks.{0-3}"]
 
 
 def test_names_without_numbers_stay_apart() -> None:
@@ -44,7 +47,8 @@ def test_a_fold_loses_no_name(names: list[str]) -> None:
 
 @given(st.lists(st.text("ab1.*/_"), min_size=1), st.lists(st.text("ab1.*/_")))
 def test_any_names_can_be_folded(names: list[str], others: list[str]) -> None:
-    assert sum(fold.count for fold in layer_fold(names, [*names, *others])) == len(set(names))
+    folds = layer_fold(names, by_template([*names, *others]))
+    assert sum(fold.count for fold in folds) == len(set(names))
 
 
 @pytest.mark.parametrize(

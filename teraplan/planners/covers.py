@@ -1,0 +1,125 @@
+"""The best of all ways to have enough bytes away everywhere, for steps of few idle periods.
+
+    sites             1   2   3   4   5        states, each with the time of its step
+    over the budget   #   #       #
+    a is idle         [===========]            {}  ->  a 1..2  ->  a 1..3  ->  a 1..3, b 4..5
+    b is idle             [===========]                        ->  a 1..2, b 2..3  ->  ...
+
+Beside how early copies come, a plan is known by where each tensor is away, and that needs to be no
+more than what is over the budget. The search begins with nothing moved. At the first site where
+bytes are still over the budget, one more period can be spent elsewhere there, in each tier, or one
+that is already elsewhere can last until there: these are the next states. Each is simulated, and
+the one with the shortest step goes on. What moves more takes no less time; so the first state that
+is nowhere over the budget is the fastest. That is not quite so where a copy that comes early lets
+another one pass, and not where a copy is made early so that a tensor can be dropped later: that,
+and sites within the memory that is left, is for `polish`.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import final
+
+import numpy as np
+
+from teraplan.memory_curve import Curve
+from teraplan.plan import Migration
+from teraplan.planners.base import Problem
+from teraplan.planners.polish import polish
+from teraplan.planners.small_step import Plan, SmallStep
+from teraplan.simulator import Simulator
+
+_MOST_PERIODS = 10
+"""Idle periods up to which the search mostly ends before its simulations are used up."""
+
+_State = tuple[Migration | None, ...]
+"""What is done with each idle period, in the order of `Lifetimes`."""
+
+
+def plan_small_step(
+    problem: Problem, simulator: Simulator, found: Plan | None, enough_ns: int
+) -> Plan | None:
+    """A plan of whole tensors that is no slower than `found`; near the best if periods are few.
+
+    Args:
+        problem: the step and the machine.
+        simulator: of both.
+        found: a plan that holds, None if none has been found.
+        enough_ns: a lower bound on the step.
+    """
+    found_ns = None if found is None else simulator.run(found).step_ns
+    few = len(problem.lifetimes) <= _MOST_PERIODS
+    if found_ns is None or (few and found_ns > enough_ns):
+        found = best_cover(SmallStep(problem, simulator), found_ns) or found
+    if found is None:
+        return None
+    return polish(SmallStep(problem, simulator), found, enough_ns, split=False)
+
+
+def best_cover(step: SmallStep, below_ns: int | None = None) -> Plan | None:
+    """The fastest plan that moves only what is over the budget, in whole tensors.
+
+    None if it does not take less than `below_ns`, or is not found with the simulations of `step`.
+    """
+    search = _Search(step)
+    start: _State = (None,) * len(step.problem.lifetimes)
+    seen: set[_State] = {start}
+    queue: list[tuple[int, int, int, _State, Plan]] = [(0, 0, 0, start, ())]
+    while queue and not step.spent():
+        *_, state, plan = heapq.heappop(queue)
+        over = search.bytes_over(state)
+        if not over.any():
+            return plan
+        for other in search.after(state, int(np.flatnonzero(over)[0])):
+            held = None if other in seen else step.settled(tuple(m for m in other if m is not None))
+            seen.add(other)
+            if held is None:
+                continue
+            ns = step.step_ns(held)
+            if below_ns is None or ns < below_ns:
+                left = int(search.bytes_over(other).sum())
+                heapq.heappush(queue, (ns, left, len(seen), other, held))
+    return None
+
+
+@final
+class _Search:
+    """What can be done about a step, state by state."""
+
+    def __init__(self, step: SmallStep) -> None:
+        self._problem = step.problem
+        self._pressure = step.problem.pressure()
+
+    def bytes_over(self, state: _State) -> Curve:
+        """Bytes over the budget in each interval."""
+        left = self._pressure.copy()
+        tensors = self._problem.trace.tensors
+        for m in state:
+            if m is not None:
+                left[np.arange(m.gone, m.back) % len(left)] -= tensors[m.tensor_id].nbytes
+        return np.maximum(left, 0)
+
+    def after(self, state: _State, site: int) -> Iterator[_State]:
+        """States in which one tensor more is away at `site`."""
+        periods = self._problem.lifetimes
+        for row in periods.idle_at(site).tolist():
+            here = site if site >= periods.start[row] else site + periods.num_sites
+            for m in self._ways(state[row], row, here):
+                yield (*state[:row], m, *state[row + 1 :])
+
+    def _ways(self, m: Migration | None, row: int, here: int) -> Iterator[Migration]:
+        if m is not None:
+            if not m.gone <= here < m.back:
+                yield replace(m, gone=min(m.gone, here), back=max(m.back, here + 1))
+            return
+        periods, problem = self._problem.lifetimes, self._problem
+        tensor_id = int(periods.tensor_ids[row])
+        for tier in problem.tiers_of(tensor_id):
+            yield Migration(
+                tensor_id=tensor_id,
+                leave=int(periods.start[row]),
+                gone=here,
+                back=here + 1,
+                needed=int(periods.end[row]),
+                tier=tier,
+            )

@@ -1,0 +1,75 @@
+"""A step of few idle periods, for which many plans can be looked at one by one."""
+
+import time
+from dataclasses import replace
+from typing import final
+
+from teraplan.hardware import Tier
+from teraplan.memory_curve import managed_curve, tier_curve
+from teraplan.plan import Migration
+from teraplan.planners.base import Problem
+from teraplan.planners.copies import with_kept_copies
+from teraplan.simulator import Simulator
+
+Plan = tuple[Migration, ...]
+
+_SIMULATIONS, _WORK = 300, 9_000
+"""Simulations of one search, and simulations times idle periods."""
+
+
+@final
+class SmallStep:
+    """What a search knows of plans for one problem; mutable: its simulations are counted."""
+
+    def __init__(self, problem: Problem, simulator: Simulator) -> None:
+        self.problem = problem
+        self._simulator = simulator
+        self.simulations_left = min(_SIMULATIONS, _WORK // (len(problem.lifetimes) + 1))
+        self._fixed = problem.device - managed_curve(problem.trace)
+
+    def spent(self) -> bool:
+        """Whether no simulations are left, or no time."""
+        deadline = self.problem.deadline
+        late = deadline is not None and time.monotonic() > deadline
+        return late or self.simulations_left <= 0
+
+    def step_ns(self, plan: Plan) -> int:
+        """Time of the step under a plan; takes one simulation."""
+        self.simulations_left -= 1
+        return self._simulator.run(plan).step_ns
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether it keeps the device budget."""
+        managed = managed_curve(self.problem.trace, plan)
+        return bool((self._fixed + managed <= self.problem.limit_bytes).all())
+
+    def settled(self, plan: Plan) -> Plan | None:
+        """The plan with all copies kept that can be relied on; None if the tiers lack the room.
+
+        Where there is no room for all of them, no others than `plan` has kept already.
+        """
+        kept = with_kept_copies(self.problem, plan)
+        if self._has_room(kept):
+            return kept
+        copies = self.problem.host_copies
+        fewer = tuple(
+            replace(new, clean=new.clean and (old.clean or old.tensor_id in copies))
+            for new, old in zip(kept, plan, strict=True)
+        )
+        return fewer if fewer != kept and self._has_room(fewer) else None
+
+    def _has_room(self, plan: Plan) -> bool:
+        problem = self.problem
+        others = tuple(m for m in plan if m.tensor_id not in problem.host_copies)
+        return all(
+            (
+                tier_curve(
+                    problem.trace,
+                    others if tier is Tier.HOST else plan,
+                    tier,
+                    problem.spare_sites,
+                )
+                <= size
+            ).all()
+            for tier, size in problem.tier_bytes.items()
+        )
