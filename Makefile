@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
+# Two processes with one thread each are faster than one process whose threads wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 help:  ## list these targets
@@ -15,10 +17,10 @@ demo: $(STAMP)  ## train a small GPT with unlimited and with little memory, and 
 	@$(BIN)/python -m bench.demo
 
 test: $(STAMP)  ## the quick tests; needs no GPU (3 minutes)
-	@$(BIN)/python -m pytest -q --durations=10 -m "not slow and not gpu and not exhaustive"
+	@$(PYTEST) --durations=10 -m "not slow and not gpu and not exhaustive"
 
 test-all: $(STAMP)  ## every test that this machine can run
-	@$(BIN)/python -m pytest -q
+	@$(PYTEST)
 
 check: $(STAMP)  ## format, lint, types, direction of imports
 	@$(BIN)/ruff format --check .

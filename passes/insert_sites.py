@@ -13,7 +13,7 @@ of one projection); each has its slot, and the runtime, which sees the storage, 
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,6 +23,7 @@ from torch import fx
 from teraplan import ops
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
 from teraplan.passes.aliases import base_of, is_view, uses_of
+from teraplan.passes.anchor import anchor_of
 from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.module_path import module_path
 from teraplan.passes.recipes import FoundRecipe, find_recipes
@@ -88,7 +89,10 @@ def insert_sites(
 
 
 def _hash(forward: fx.Graph, backward: fx.Graph) -> str:
-    text = f"{forward}\n{backward}"
+    """Of what is computed, in which types; sizes may vary."""
+    values = [n.meta.get("val") for n in forward.nodes if n.op == "placeholder"]
+    types = [str(v.dtype) for v in values if isinstance(v, torch.Tensor)]
+    text = f"{forward}\n{backward}\n{types}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -148,16 +152,6 @@ def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> s
     return None
 
 
-def _anchor(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> fx.Node:
-    """A tensor input on the device of the computation: gives the chain its device."""
-    tensors: list[fx.Node] = [
-        n
-        for n in graph.find_nodes(op="placeholder")
-        if isinstance(n.meta.get("val"), torch.Tensor) and n not in excluded
-    ]
-    return next((n for n in tensors if n.meta["val"].device.type != "cpu"), tensors[0])
-
-
 def _last(nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
     return max(nodes, key=order.__getitem__)
 
@@ -177,7 +171,7 @@ def _insert_saves(
         c.saved: runs.last(_last([last_input, c.saved, *uses_of(base_of(c.saved))], order))
         for c in candidates
     }
-    anchor = _anchor(graph)
+    anchor = anchor_of(graph)
     with graph.inserting_after(last_input):
         chain = graph.call_function(ops.enter, (anchor, table.to_json()))
     chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
@@ -220,7 +214,7 @@ def _insert_needs(
         first_use = runs.first(min(uses, key=order.__getitem__))
         first = min(first_user, first_use, key=order.__getitem__)
         spans.append((first, runs.last(_last(uses, order))))
-    anchor = _anchor(graph, {c.placeholder for c in candidates})
+    anchor = anchor_of(graph, {c.placeholder for c in candidates})
     token_inputs = [_token_input(graph, c, tokens[c.saved.name]) for c in candidates]
     last_input = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last_input):

@@ -10,10 +10,11 @@
                                    return ..., dp_1
 
 A parameter may reach the backward as a view that the forward has made of it. Which tensor an op
-means is seen at run time, by its memory.
+means is seen at run time, by its memory. Where parameters may be updated at their gradients, these
+are given to the backward themselves, and `settle(dp, chain, p)` comes after their last use, too.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -22,11 +23,17 @@ from torch import fx
 from teraplan import ops
 from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.passes.aliases import base_of, uses_of
+from teraplan.passes.anchor import anchor_of
 from teraplan.passes.workspace import nbytes_of
 
 
 def insert_state_sites(
-    forward: fx.Graph, backward: fx.Graph, *, num_outputs: int, static_inputs: Sequence[int]
+    forward: fx.Graph,
+    backward: fx.Graph,
+    *,
+    num_outputs: int,
+    static_inputs: Sequence[int],
+    updates: bool = False,
 ) -> None:
     """Insert all ops, in place, into graphs that have their `enter` and `enter_backward`.
 
@@ -36,6 +43,7 @@ def insert_state_sites(
             or None for each input of the forward.
         num_outputs: number of results of the user.
         static_inputs: positions of the forward's placeholders that live as long as the model.
+        updates: parameters may be updated at their gradients.
     """
     inputs = forward.find_nodes(op="placeholder")
     if not static_inputs:
@@ -47,7 +55,12 @@ def insert_state_sites(
     _bracket(forward, sorted(static, key=inputs.index), chain)
     chain = _chain(backward, ops.enter_backward)
     _bracket(backward, [p for p in placeholders if p.name in saved], chain)
-    _settle_gradients(backward, inputs, static, chain)
+    gradients = _movable_gradients(backward, inputs, static)
+    ended: _Ended = {}
+    if updates:
+        sources = [inputs[position] for position, gradient in gradients if _is_alone(gradient)]
+        ended = _give(forward, backward, num_outputs, sources)
+    _settle(backward, [(position, g, inputs[position]) for position, g in gradients], ended, chain)
 
 
 def _large_inputs(inputs: Sequence[fx.Node], static_inputs: Sequence[int]) -> set[fx.Node]:
@@ -103,7 +116,7 @@ def _chain(graph: fx.Graph, enter: Any) -> fx.Node:
     if found:
         return found[0]
     inputs = graph.find_nodes(op="placeholder")
-    anchor = next(n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor))
+    anchor = anchor_of(graph)
     with graph.inserting_after(inputs[-1]):
         chain: fx.Node = graph.call_function(ops.enter_state, (anchor,))
     chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
@@ -127,18 +140,71 @@ def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], chain: fx.Node) -> 
             graph.call_function(ops.release, (parameter, chain)).meta["val"] = None
 
 
-def _settle_gradients(
-    backward: fx.Graph, inputs: Sequence[fx.Node], static: Set[fx.Node], chain: fx.Node
+_Ended = Mapping[fx.Node, tuple[fx.Node, Sequence[fx.Node]]]
+"""By placeholder of the forward: that of the backward, and the nodes that end its uses there."""
+
+
+def _is_alone(gradient: fx.Node) -> bool:
+    """True if no other result has a gradient's memory: an optimizer may write to it."""
+    base = base_of(gradient)
+    return base.op == "call_function" and _num_results(base) == 1
+
+
+def _num_results(node: fx.Node) -> int:
+    """How many results of the graph look at the memory of `node`."""
+    results = cast("Sequence[fx.Node | None]", node.graph.output_node().args[0])
+    return sum(isinstance(result, fx.Node) and base_of(result) is node for result in results)
+
+
+def _give(
+    forward: fx.Graph, backward: fx.Graph, num_outputs: int, sources: Sequence[fx.Node]
+) -> _Ended:
+    """Let the forward pass parameters on to the backward as they are."""
+    output = forward.output_node()
+    results = list(cast("Sequence[fx.Node | None]", output.args[0]))
+    given = {node.name: node for node in backward.find_nodes(op="placeholder")}
+    releases: list[fx.Node] = backward.find_nodes(op="call_function", target=ops.release)
+    ended: dict[fx.Node, tuple[fx.Node, Sequence[fx.Node]]] = {}
+    for source in sources:
+        saved = [n for n in results[num_outputs:] if isinstance(n, fx.Node) and _is_tensor(n)]
+        if not saved:
+            break
+        names = {node.name for node in saved if base_of(node) is source}
+        if source not in saved:
+            results.insert(results.index(saved[-1], num_outputs) + 1, source)
+            with backward.inserting_after(given[saved[-1].name]):
+                placeholder = backward.placeholder(source.name)
+            placeholder.meta = dict(source.meta)
+            given[source.name] = placeholder
+        ends = [node for node in releases if cast("fx.Node", node.args[0]).name in names]
+        ended[source] = given[source.name], ends
+    output.args = (tuple(results),)
+    return ended
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _settle(
+    backward: fx.Graph,
+    gradients: Sequence[tuple[int, fx.Node, fx.Node]],
+    ended: _Ended,
+    chain: fx.Node,
 ) -> None:
     """Let the backward return what `settle` makes of each large parameter's gradient."""
     output = backward.output_node()
     results = list(cast("Sequence[fx.Node | None]", output.args[0]))
     order = {node: i for i, node in enumerate(backward.nodes)}
-    for position, gradient in _movable_gradients(backward, inputs, static):
+    for position, gradient, source in gradients:
         uses = [node for node in uses_of(base_of(gradient)) if node in order]
-        last = max([gradient, *uses], key=order.__getitem__)
-        with backward.inserting_after(last):
-            settled = backward.call_function(ops.settle, (gradient, chain))
+        arguments = [gradient, chain]
+        if source in ended:
+            parameter, ends = ended[source]
+            arguments.append(parameter)
+            uses += ends
+        with backward.inserting_after(max([gradient, *uses], key=order.__getitem__)):
+            settled = backward.call_function(ops.settle, tuple(arguments))
         settled.meta["val"] = gradient.meta["val"]
         results[position] = settled
     output.args = (tuple(results),)

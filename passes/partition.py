@@ -45,10 +45,17 @@ class TeraplanPartitioner(CustomPartitionerFn):
     """
 
     def __init__(
-        self, *, moves_state: bool = False, fused: bool = True, room: Room | None = None
+        self,
+        *,
+        moves_state: bool = False,
+        updates: bool = False,
+        fused: bool = True,
+        room: Room | None = None,
     ) -> None:
         self.moves_state = moves_state
         """Put ops around the uses of parameters and behind gradients as well."""
+        self.updates = updates
+        """Where these can be updated in the backward."""
         self.fused = fused
         """Inductor compiles the halves."""
         self.room = room
@@ -57,7 +64,10 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[object, ...]:
         """Without the room: it changes no graph."""
         return functools.partial(
-            TeraplanPartitioner, moves_state=self.moves_state, fused=self.fused
+            TeraplanPartitioner,
+            moves_state=self.moves_state,
+            updates=self.updates,
+            fused=self.fused,
         ), ()
 
     def __call__(
@@ -82,7 +92,9 @@ class TeraplanPartitioner(CustomPartitionerFn):
             with_recipes=not self.moves_state,
         )
         if self.moves_state:
-            insert_state_sites(*graphs, num_outputs=num_outputs, static_inputs=static)
+            insert_state_sites(
+                *graphs, num_outputs=num_outputs, static_inputs=static, updates=self.updates
+            )
         table = with_memory(table, *graphs, static_inputs=static, fused=self.fused)
         if self.room is not None:
             self.room.require(table)
@@ -103,7 +115,8 @@ class TeraplanPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
-        return f"teraplan-{__version__}-partitioner-6-{'state' if self.moves_state else 'saved'}"
+        what = "updates" if self.updates else "state"
+        return f"teraplan-{__version__}-partitioner-6-{what if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:
@@ -115,10 +128,12 @@ def _forget_mutation_regions(module: fx.GraphModule) -> None:
         node.meta.pop("mutation_region_id", None)
 
 
-def config_patches(*, moves_state: bool = False, room: Room | None = None) -> dict[str, object]:
+def config_patches(
+    *, moves_state: bool = False, updates: bool = False, room: Room | None = None
+) -> dict[str, object]:
     """What to pass to `compile_fx` so that the graphs get their ops."""
     register_lowerings()
-    partitioner = TeraplanPartitioner(moves_state=moves_state, room=room)
+    partitioner = TeraplanPartitioner(moves_state=moves_state, updates=updates, room=room)
     return {"custom_partitioner_fn": partitioner, **INDUCTOR_CONFIG}
 
 
@@ -127,10 +142,13 @@ def partition(
     joint_inputs: Sequence[object],
     *,
     moves_state: bool = False,
+    updates: bool = False,
     room: Room | None = None,
     **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """`TeraplanPartitioner` as the plain function that `aot_autograd` takes."""
     with torch.no_grad():
-        split = TeraplanPartitioner(moves_state=moves_state, fused=False, room=room)
+        split = TeraplanPartitioner(
+            moves_state=moves_state, updates=updates, fused=False, room=room
+        )
         return split(gm, joint_inputs, **kwargs)

@@ -1,9 +1,9 @@
 """What the graphs predict of a step's memory, before any step has been measured."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.graph_table import MIN_SLOT_BYTES, GraphMemory, GraphTable
+from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.runtime import census
 from teraplan.runtime.device import Device
 from teraplan.units import format_nbytes
@@ -12,6 +12,8 @@ _MEASURED_IN_BYTES = 512 << 10
 """Memory that is measured as the process's comes in pages."""
 _SPARE_FRACTION = 1 / 64
 """Of the predicted least is added: kernels have memory of their own."""
+_MARGIN_BYTES = 64 << 10
+"""By so much, and a little more, a budget that is named as enough is larger than the least."""
 _HOPELESS_FRACTION = 1 / 4
 """Of what graphs have beside what lasts: where sizes vary, three quarters were not needed."""
 
@@ -64,7 +66,8 @@ class GraphForecast:
     @property
     def other_bytes(self) -> int:
         """All that is not a saved activation, workspace as the graphs predict it."""
-        beside = (self._beside(table, _workspace) for table in self._tables.values())
+        gradients = self.gradients_bytes
+        beside = (table.resident_bytes(gradients) for table in self._tables.values())
         return self.lasting_bytes + max([self._updated_bytes, *beside])
 
     @property
@@ -88,23 +91,26 @@ class GraphForecast:
         saved = (sum(slot.nbytes for slot in t.slots) for t in self._tables.values())
         return self.other_bytes + max(saved, default=0)
 
-    def refuse(self, budget_bytes: int, *, certainly: bool) -> None:
+    def refuse(self, budget_bytes: int, *, certainly: bool, moving_bytes: int = 0) -> None:
         """Raise InfeasibleBudgetError if the budget is less than what the graphs predict.
 
         Args:
-            budget_bytes: the device budget.
+            budget_bytes: the device budget, but for the part of a training state that moves.
+            moving_bytes: that part.
             certainly: only if it is so much less that measuring would show the same.
         """
         least = self.least_bytes
         if budget_bytes >= (self._hopeless_bytes if certainly else least):
             return
-        state = self.state_bytes + self.future_state_bytes
+        state, named = self.state_bytes + self.future_state_bytes, _with_margin(least)
+        part = f", {format_nbytes(max(0, budget_bytes))} of it beside the training state that moves"
         raise InfeasibleBudgetError(
-            f"device_budget is {format_nbytes(budget_bytes)}, but parameters, gradients and "
-            f"optimizer state take {format_nbytes(state)}, and with what the graphs have at once "
-            f"beside them it is {format_nbytes(least)}; set device_budget to "
-            f"{format_nbytes(least)} ({least} bytes), which the graphs predict to be enough",
-            least_budget_bytes=least,
+            f"device_budget is {format_nbytes(budget_bytes + moving_bytes)}"
+            f"{part if moving_bytes else ''}, but parameters, gradients and optimizer state that "
+            f"stay take {format_nbytes(state)}, and with what the graphs have at once beside them "
+            f"it is {format_nbytes(least)}; set device_budget to {format_nbytes(named)} "
+            f"({named} bytes), which the graphs predict to be enough",
+            least_budget_bytes=named,
         )
 
     @property
@@ -118,9 +124,10 @@ class GraphForecast:
         """Beside what lasts, while the optimizer steps."""
         return self.gradients_bytes + self.update_bytes
 
-    def _beside(self, table: GraphTable, what: Callable[[GraphMemory], int]) -> int:
-        others = max(0, self.gradients_bytes - table.gradients_bytes)
-        return max(what(table.forward), others + what(table.backward))
+
+def _with_margin(nbytes: int) -> int:
+    """What to name as enough: a batch that the next run has in memory, too, must not be missing."""
+    return nbytes + nbytes // 256 + _MARGIN_BYTES
 
 
 def with_spare(nbytes: int) -> int:
@@ -131,7 +138,3 @@ def with_spare(nbytes: int) -> int:
 def without_spare(nbytes: int) -> int:
     """The most that is no more than `nbytes` with its spare."""
     return int((nbytes - _MEASURED_IN_BYTES) / (1 + _SPARE_FRACTION))
-
-
-def _workspace(memory: GraphMemory) -> int:
-    return memory.workspace_bytes

@@ -28,6 +28,8 @@ class BudgetShares:
     ) -> None:
         self._given = config.device_budget
         self._device, self._keeper, self._host_updates = device, keeper, host_updates
+        self._budget_bytes = 0
+        """In steps without a plan."""
         self.rest_bytes = 0
         """What of the budget is not the moving training state's, in steps without a plan."""
         self.start_anew()
@@ -37,6 +39,11 @@ class BudgetShares:
         self.forecast = GraphForecast(self._device)
         self._divided = self._divided_by_measurement = False
 
+    @property
+    def lacks_state(self) -> bool:
+        """True if optimizers were to make state when the last step without a plan began."""
+        return self.forecast.optimizer_bytes > 0
+
     def budget_bytes(self, case: Case | None) -> int:
         """The device budget in force."""
         if case is not None and case.schedule is not None:
@@ -44,6 +51,12 @@ class BudgetShares:
         if self._given is None:
             return self._device.capacity_bytes()
         return self._given.resolve(self.forecast.unlimited_peak_bytes + self._keeper.step_bytes)
+
+    @property
+    def binds(self) -> bool:
+        """True if the budget does not hold all that the graphs predict."""
+        needed = self.forecast.unlimited_peak_bytes + self._keeper.step_bytes
+        return self._budget_bytes < needed
 
     def room(self, tables: Iterable[GraphTable]) -> tuple[int, int] | None:
         """What a graph may take so that the training state can stay, and bytes of all gradients.
@@ -59,7 +72,8 @@ class BudgetShares:
         """Raise InfeasibleBudgetError if not even the training state fits."""
         if self._given is not None and self._given.nbytes is not None:
             self._refresh(())
-            self.forecast.refuse(self._given.nbytes, certainly=False)
+            self._keeper.share_out(self._given.nbytes, self.forecast.least_bytes)
+            self.forecast.refuse(self._given.nbytes - self._keeper.limit_bytes, certainly=False)
 
     def divide(
         self, case: Case, tables: Iterable[GraphTable], *, is_first: bool, may_start: bool
@@ -79,7 +93,7 @@ class BudgetShares:
         if self._host_updates.wanted and is_first:
             self._host_updates.expect(self.forecast.least_bytes - self.budget_bytes(case))
             self._refresh(())
-        budget = self.budget_bytes(case)
+        self._budget_bytes = budget = self.budget_bytes(case)
         is_new, self._divided = not self._divided, True
         if is_new:
             self._keeper.share_out(budget, self.forecast.least_bytes)
@@ -88,7 +102,8 @@ class BudgetShares:
             # What moves can have less than its share, so that a little more is needed beside it.
             has_way_out = self._keeper.moves or may_start
             certainly = self._given.nbytes is None or not has_way_out
-            self.forecast.refuse(self.rest_bytes, certainly=certainly)
+            moving = self._keeper.limit_bytes
+            self.forecast.refuse(self.rest_bytes, certainly=certainly, moving_bytes=moving)
 
     def divide_again(self, case: Case, least_bytes: int, most_bytes: int) -> None:
         """Once memory has been measured: the state gets what is left of the budget.
@@ -116,10 +131,11 @@ class BudgetShares:
         return self.rest_bytes - self.forecast.other_bytes
 
     def resident_limits(self, case: Case) -> tuple[int, int] | None:
-        """What the process may hold in a planned step, and the headroom; see `keep_under`."""
-        if case.memory is None or case.schedule is None:
+        """What the process may hold once it is measured, and the headroom; see `keep_under`."""
+        if case.memory is None:
             return None
-        budget = case.schedule.plan.budgets.device_bytes
+        schedule = case.schedule
+        budget = schedule.plan.budgets.device_bytes if schedule else self._budget_bytes
         if self._keeper.moves:  # free memory waits wherever the plan leaves room
             budget -= case.reserve_bytes
         headroom = int(budget * HEADROOM_FRACTION) + _HEADROOM_BYTES

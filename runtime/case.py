@@ -117,20 +117,26 @@ class Case:
             else:
                 self.recomputes[number] = min(old, new, key=lambda r: r.duration_ns)
 
-    def calibrate(self) -> bool:
+    def calibrate(self, *, may_slow_down: bool = True) -> bool:
         """Take over how fast planned steps compute; False if that is what their plan predicted.
 
-        The last runs count. The first step under a plan touches much memory for the first time and
-        counts for nothing.
+        The faster half of the last runs counts: what else the machine does makes steps slower. The
+        first step under a plan touches much memory for the first time and counts for nothing.
+
+        Args:
+            may_slow_down: also if the steps are slower than predicted.
         """
         assert self.schedule is not None
-        plan, runs = self.schedule.plan, self.runs[1:][-_COMPARED_RUNS:]
+        plan, latest = self.schedule.plan, self.runs[1:][-_COMPARED_RUNS:]
+        runs = sorted(latest, key=lambda run: run.duration_ns)[: (len(latest) + 1) // 2]
         computed_ns = statistics.median(
             run.duration_ns - sum(stall.duration_ns for stall in run.stalls) for run in runs
         )
         took_ns = statistics.median(run.duration_ns for run in runs)
         predicted_ns = plan.prediction.step_ns + self.unplanned_wait_ns
         if abs(predicted_ns / took_ns - 1) <= _AS_PREDICTED:
+            return False
+        if took_ns > predicted_ns and not may_slow_down:
             return False
         self.calibrations += 1
         self.unplanned_wait_ns = int(statistics.median(map(_unplanned_wait_ns, runs)))

@@ -1,7 +1,7 @@
 """Which tensors a process holds: the state of training, counted once per profile."""
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -18,9 +18,20 @@ def storages(device_type: str) -> list[torch.UntypedStorage]:
     for tensor in _tensors(gc.get_objects()):
         for candidate in (tensor, tensor.grad if tensor.is_leaf else None):
             if candidate is not None and candidate.device.type == device_type:
-                storage = candidate.untyped_storage()
-                found[storage._cdata] = storage
+                storage = _memory_of(candidate)
+                if storage is not None:
+                    found[storage._cdata] = storage
     return list(found.values())
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """None if it has no memory of its own: compilers trace with such, and some are left over."""
+    try:
+        storage = tensor.untyped_storage()
+        storage.data_ptr()
+    except RuntimeError:  # also what is not implemented
+        return None
+    return storage
 
 
 def tensor_nbytes(device_type: str) -> int:
@@ -49,15 +60,17 @@ def missing_nbytes(device_type: str, *, below: int | None = None) -> tuple[int, 
         found = (t for t in _tensors(objects) if isinstance(t, torch.nn.Parameter))
         parameters = {id(p): p for p in found}
     gradients = sum(p.nbytes for p in parameters.values() if counts(p) and p.grad is None)
-    states = 0
-    for optimizer in optimizers_here:
-        for group in optimizer.param_groups:
-            count = states_per_parameter(optimizer, group, unknown=0)
-            without = (p for p in group["params"] if counts(p) and not optimizer.state.get(p))
-            states += count * sum(p.nbytes for p in without)
+    states = sum(
+        count * p.nbytes
+        for optimizer in optimizers_here
+        for p, count in states_to_come(optimizer, unknown=0)
+        if counts(p)
+    )
     return gradients, states
 
 
+STATES_OF_UNKNOWN = 2
+"""What an optimizer that nobody knows is taken to keep where too little would not do."""
 _STATES_PER_PARAMETER = {
     "Adam": 2,
     "AdamW": 2,
@@ -78,15 +91,19 @@ def optimizers() -> list[torch.optim.Optimizer]:
     return _optimizers(gc.get_objects())
 
 
-def states_per_parameter(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, object], *, unknown: int
-) -> int:
-    """Tensors of a parameter's size that `step()` keeps for each parameter of a group.
+def states_to_come(
+    optimizer: torch.optim.Optimizer, *, unknown: int
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Parameters without state, each with the tensors of its size that `step()` will keep of it.
 
     `unknown` counts for optimizers that are not torch's own.
     """
     always = _STATES_PER_PARAMETER.get(type(optimizer).__name__, unknown)
-    return always + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+    for group in optimizer.param_groups:
+        count = always + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+        for parameter in group["params"]:
+            if not optimizer.state.get(parameter):
+                yield parameter, count
 
 
 def _optimizers(objects: Iterable[object]) -> list[torch.optim.Optimizer]:

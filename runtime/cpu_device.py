@@ -33,7 +33,9 @@ _WORTH_HUGE_PAGES_BYTES = 128 << 20
 _WORTH_MEASURING_BYTES = 2 << 20
 """So much free memory may be counted as used where memory is measured."""
 _WORTH_TRIMMING_BYTES = 4 << 20
-_SITES_BETWEEN_TRIMS, _SITES_BETWEEN_URGENT_TRIMS = 256, 32
+_SITES_BETWEEN_TRIMS = 256
+_MOST_TIME_FOR_URGENT_TRIMS = 0.02
+_FAULT_NS_PER_BYTE = 0.25
 """The heap is trimmed rarely: what is given back is touched, and faults, again."""
 
 
@@ -132,8 +134,10 @@ class CpuDevice(Device):
         self.storage = storage
         self._malloc = Malloc()
         self._malloc.keep_for_reuse()
+        self._keeps_free_memory = True
         self._exact = False
         self._sites_since_trim = 0
+        self._next_urgent_trim_ns = 0
         self.pool = CpuPool()
         self._transfers: list[TransferRecord] = []
         self._beside: Beside | None = None
@@ -143,7 +147,7 @@ class CpuDevice(Device):
 
     def keeps_beside(self, beside: Beside) -> None:
         self._beside = beside
-        self._malloc.map_large()
+        self.keep_nothing_free()
 
     def hardware(self) -> Hardware:
         from teraplan.runtime.links import host_link, storage_link
@@ -170,6 +174,7 @@ class CpuDevice(Device):
 
     def measure_exactly(self) -> None:
         gc.collect()
+        self._trim()  # what is free now is no tensor's, and may go while the step is measured
         use_small_pages(*process_memory.heap_range())
         use_huge_pages((s.data_ptr(), s.nbytes()) for s in census.storages("cpu"))
         self._exact = True
@@ -184,6 +189,13 @@ class CpuDevice(Device):
         self.pool.lower(nbytes)
         _put_heap_on_huge_pages()
 
+    def keep_nothing_free(self) -> bool:
+        if not self._keeps_free_memory:
+            return False
+        self._keeps_free_memory = False
+        self._malloc.map_large()
+        return True
+
     def resident_bytes(self) -> int:
         beside = self._beside.held_bytes if self._beside is not None else 0
         return process_memory.resident_bytes() - beside
@@ -191,8 +203,7 @@ class CpuDevice(Device):
     def take_peak(self) -> int:
         peak = process_memory.peak_bytes()
         if self._beside is not None:
-            peak -= self._beside.peak_bytes
-            self._beside.peak_bytes = self._beside.held_bytes
+            peak -= self._beside.take_peak()
         if self._exact and self._free_bytes() > _WORTH_MEASURING_BYTES:
             self._trim()
         process_memory.reset_peak()
@@ -231,10 +242,11 @@ class CpuDevice(Device):
             self.pool.room_bytes = max(0, -beyond - needed)
         elif urgent:
             beyond -= self.pool.shrink(beyond - headroom_bytes)
-        interval = _SITES_BETWEEN_URGENT_TRIMS if urgent else _SITES_BETWEEN_TRIMS
-        if beyond > _WORTH_TRIMMING_BYTES and self._sites_since_trim > interval:
-            self._malloc.trim()
-            self._sites_since_trim = 0
+        is_due = self._sites_since_trim > _SITES_BETWEEN_TRIMS or (
+            urgent and time.perf_counter_ns() >= self._next_urgent_trim_ns
+        )
+        if beyond > _WORTH_TRIMMING_BYTES and is_due:
+            self._trim_heap()
 
     def attach(self) -> None:
         take_memory_from(self.pool.empty_strided)
@@ -275,6 +287,7 @@ class CpuDevice(Device):
     def close(self) -> None:
         self.storage.close()
         self.host_pool.close()
+        self._malloc.keep_for_reuse()
 
     def _tensor_bytes(self) -> int:
         """Of all tensors but those over the host pool's own mappings, whose parts are tensors."""
@@ -286,6 +299,14 @@ class CpuDevice(Device):
     def _trim(self) -> None:
         self.pool.trim()
         self._malloc.trim()
+
+    def _trim_heap(self) -> None:
+        start_ns, before = time.perf_counter_ns(), process_memory.resident_bytes_fast()
+        self._malloc.trim()
+        end_ns, freed = time.perf_counter_ns(), before - process_memory.resident_bytes_fast()
+        cost_ns = end_ns - start_ns + max(0, freed) * _FAULT_NS_PER_BYTE
+        self._next_urgent_trim_ns = end_ns + int(cost_ns / _MOST_TIME_FOR_URGENT_TRIMS)
+        self._sites_since_trim = 0
 
     def log_transfer(self, transfer: Transfer, tier: Tier) -> None:
         """Remember a finished transfer of the storage engine."""

@@ -57,10 +57,14 @@ class Arrival(ABC):
 class Beside(Protocol):
     """Memory on the device that somebody else accounts for: the moving training state's."""
 
-    held_bytes: int
-    """On the device now."""
-    peak_bytes: int
-    """The most on the device since somebody has set it."""
+    @property
+    def held_bytes(self) -> int:
+        """On the device now."""
+        ...
+
+    def take_peak(self) -> int:
+        """The most on the device since the last call."""
+        ...
 
     @property
     def coming_bytes(self) -> int:
@@ -126,6 +130,10 @@ class Device(ABC):
     def hold_less(self, nbytes: int) -> None:
         """The process is to hold `nbytes` less of the device from now on than it has so far."""
         self.run_fast()
+
+    def keep_nothing_free(self) -> bool:
+        """Give memory back as soon as it is free, at the cost of speed; False if so it was."""
+        return False
 
     @abstractmethod
     def resident_bytes(self) -> int:

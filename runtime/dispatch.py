@@ -142,9 +142,11 @@ def _release(parameter: torch.Tensor, chain: torch.Tensor) -> None:
         state.release(parameter)
 
 
-def _settle(gradient: torch.Tensor, chain: torch.Tensor) -> torch.Tensor:
+def _settle(
+    gradient: torch.Tensor, chain: torch.Tensor, parameter: torch.Tensor | None = None
+) -> torch.Tensor:
     state = _state()
-    return state.settle(gradient) if state is not None else gradient.clone()
+    return state.settle(gradient, parameter) if state is not None else gradient.clone()
 
 
 def _engine_of(token: torch.Tensor) -> Engine:

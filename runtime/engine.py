@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from teraplan.errors import UnsupportedError
@@ -21,7 +22,7 @@ from teraplan.runtime.locks import if_free
 from teraplan.runtime.mover import Mover
 from teraplan.runtime.recompute import Recomputer
 from teraplan.runtime.recorder import SiteKey, StepRecorder
-from teraplan.runtime.saved import Saved, View
+from teraplan.runtime.saved import Saved, View, is_movable
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.state_sites import StateSites
@@ -69,7 +70,11 @@ class Engine:
         self._rehearsal_limits: Sequence[int] = ()
         self.schedule: Schedule | None = None
         """Of the plan that the step runs under."""
+        self._larger_than_planned = False
+        """Sizes vary: the plan is kept to as far as possible."""
         self._views: dict[int, View] = {}
+        self._used_once: set[int] = set()
+        """Keys of tokens whose backward has run and may run again: `retain_graph=True`."""
         self._by_storage: dict[int, Saved] = {}
         self._of_step: list[Saved] = []
         self._call = -1
@@ -81,7 +86,13 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True if no forward of this step waits for its backward."""
-        return not any(self._is_of_step(view.saved) for view in list(self._views.values()))
+        waiting = [v for key, v in list(self._views.items()) if key not in self._used_once]
+        return not any(self._is_of_step(view.saved) for view in waiting)
+
+    @property
+    def in_backward(self) -> bool:
+        """True if the graph that was entered last is a backward."""
+        return self.graph[2]
 
     @property
     def unplanned(self) -> bool:
@@ -124,6 +135,7 @@ class Engine:
         self._resident_limits = resident_limits
         self.recorder = recorder
         self.schedule = schedule
+        self._larger_than_planned = False
         if self._state_sites is not None:
             self._state_sites.begin_step(schedule)
         self.limit_bytes = limit_bytes
@@ -172,8 +184,10 @@ class Engine:
         self.recomputer.saved(view, x, table, slot, beside)
         number = self._number_of(saved)
         site = self._arrive((SiteKind.SAVE, table.graph, call, False, number))
-        if self.schedule is not None and number in self.schedule.recomputed:
-            self.mover.drop(saved)
+        if self.schedule is not None and number is not None:
+            self._larger_than_planned |= saved.nbytes > self.schedule.sizes_bytes[number]
+            if number in self.schedule.recomputed:
+                self.mover.drop(saved)
         self._act(site)
         if site < len(self._rehearsal_limits):
             self.recomputer.rehearse(self._rehearsal_limits[site], self._bring)
@@ -210,7 +224,10 @@ class Engine:
         view.saved.in_use -= 1
         number = self._number_of(view.saved)
         site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
-        self._use_up(key)
+        if _get_current_graph_task_keep_graph():
+            self._used_once.add(key)
+        else:
+            self._use_up(key)
         self._act(site)
         self._leave()
 
@@ -257,6 +274,7 @@ class Engine:
 
     def _use_up(self, key: int) -> None:
         """A token has been used up, or there will be no backward for it."""
+        self._used_once.discard(key)
         view = self._views.pop(key, None)
         if view is None:
             return
@@ -266,14 +284,16 @@ class Engine:
             return
         if self._by_storage.get(saved.origin.cdata) is saved:
             del self._by_storage[saved.origin.cdata]
+        if self.recorder is not None and self._is_of_step(saved):
+            self.recorder.give_up(saved.order)
         self.mover.forget(saved)
 
     def _view(self, token: torch.Tensor) -> View:
         view = self._views.get(key_of(token))
         if view is None:
             raise UnsupportedError(
-                "backward ran a second time over activations that the first one has used up; "
-                "retain_graph=True is not supported: run the forward again"
+                "the activations that this backward needs are gone, since their session has been "
+                "closed: run the forward again"
             )
         return view
 
@@ -287,7 +307,7 @@ class Engine:
     ) -> Saved:
         assert self.recorder is not None
         described = table.slots[slot]
-        movable = _is_movable(x, storage, given=described.given)
+        movable = is_movable(x, storage, given=described.given)
         saved = Saved(
             name=f"{table.graph[:6]}.c{call}/{described.name}",
             nbytes=storage.nbytes() if movable else 0,
@@ -307,7 +327,7 @@ class Engine:
 
     def _holds(self, saved: Saved, x: torch.Tensor, call: int) -> bool:
         """True if `saved` has the bytes of `x`, which looks at the storage that it was made for."""
-        if _expired(saved) or not self._is_of_step(saved):
+        if saved.expired or not self._is_of_step(saved):
             return False
         # Between two calls the user may have changed the tensor. Within one nobody can, and views
         # that kernels make have counters of their own.
@@ -349,7 +369,7 @@ class Engine:
             mover.finish_leaving(self._of_step[order])
         for order in actions.back:
             mover.start_back(self._of_step[order])
-        mover.make_room(0, schedule.limits_bytes[site], strict=True)
+        mover.make_room(0, schedule.limits_bytes[site], strict=not self._larger_than_planned)
 
     def _bring(self, saved: Saved) -> None:
         """Wait until `saved` is on the device."""
@@ -376,27 +396,3 @@ class Engine:
 
     def _is_of_step(self, saved: Saved) -> bool:
         return saved.order < len(self._of_step) and self._of_step[saved.order] is saved
-
-
-_LARGEST_ITEM_BYTES = 16
-_LARGEST_SHARE = 2
-
-
-def _is_movable(x: torch.Tensor, storage: torch.UntypedStorage, *, given: bool) -> bool:
-    """False if moving the storage is of no use or not possible.
-
-    A graph's input may be a small part of something larger that the user holds, a batch of a data
-    set: that must not travel. And memory that is not the allocator's may begin at any address, so
-    that it would not be aligned for its type where it comes back to.
-    """
-    if storage.data_ptr() % _LARGEST_ITEM_BYTES:
-        return False
-    if not given or x.numel() == 0:
-        return True
-    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    return storage.nbytes() <= _LARGEST_SHARE * (last + 1) * x.element_size()
-
-
-def _expired(saved: Saved) -> bool:
-    """True if the storage that was saved is gone, so that its address may mean another one."""
-    return bool(saved.origin.expired())  # type: ignore[no-untyped-call]

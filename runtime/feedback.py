@@ -13,7 +13,7 @@ from teraplan.errors import InfeasibleBudgetError
 from teraplan.plan import Plan
 from teraplan.runtime.case import Case
 from teraplan.runtime.plan_maker import PlanMaker
-from teraplan.units import format_nbytes
+from teraplan.units import MIB, format_nbytes
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +23,13 @@ _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
 """Of what the process took beyond its budget, so much is held back. It is faster to move more than
 to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
+_BEARABLE_FRACTION, _BEARABLE_BYTES = 0.05, 48 * MIB
+"""Of what the process takes beyond the budget. Beyond that it is better to be slower."""
 _COMPARED_AFTER = (3, 6, 12, 24)
 """Steps under one plan after which predicted and actual times are compared."""
 _MAX_CALIBRATIONS = 4
-"""On a machine whose speed varies, predictions would follow for ever."""
+"""On a machine whose speed varies, predictions would follow for ever. Afterwards they follow where
+steps are faster than predicted: what made them slower before has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +60,16 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         return _NOTHING
     if peak_bytes > budget_bytes and case.corrections < _MAX_CORRECTIONS:
         return _hold_back(case, plans, peak_bytes, budget_bytes)
-    is_due = len(case.runs) in _COMPARED_AFTER and case.calibrations < _MAX_CALIBRATIONS
-    if is_due and case.calibrate():
+    may_slow_down = case.calibrations < _MAX_CALIBRATIONS
+    if len(case.runs) in _COMPARED_AFTER and case.calibrate(may_slow_down=may_slow_down):
         return _with_actual_times(case, plans)
     return _NOTHING
+
+
+def keeps_too_much(case: Case, *, peak_bytes: int, budget_bytes: int) -> bool:
+    """True if the process is far beyond its budget, and no plan can hold back more."""
+    bearable = int(budget_bytes * _BEARABLE_FRACTION) + _BEARABLE_BYTES
+    return case.corrections >= _MAX_CORRECTIONS and peak_bytes - budget_bytes > bearable
 
 
 def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int) -> Lesson:

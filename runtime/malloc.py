@@ -11,13 +11,17 @@ than what it then takes: a hole is never reused for the same size unless its nei
 too. AdamW's temporaries for parameters of 4 to 16 MiB, small tensors between them, made the heap
 grow by 960 MiB for each 720 MiB of parameters, step after step, with 32 MiB in use at once; as
 mappings of their own they took 37 MiB and were 18 % faster. So where memory is to be kept to while
-such tensors come and go, `map_large` leaves only small ones on the heap.
+such tensors come and go, `map_large` leaves only small ones on the heap. A hole that is there
+already would still be used first: each gets a plug, which is never touched and so takes no memory.
 
 To measure what is in use, `trim` gives all free pages back at once.
 """
 
 import ctypes
 import logging
+import weakref
+
+from teraplan.runtime import process_memory
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +52,11 @@ class _MallInfo(ctypes.Structure):
 
 
 class Malloc:
-    """The process's allocator; does nothing where it is not glibc's."""
+    """The process's allocator; does nothing where it is not glibc's.
+
+    Each session has one, and all share the allocator: large blocks are mappings as long as one
+    session wants them to be.
+    """
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
@@ -56,18 +64,26 @@ class Malloc:
         self._library = library
         if self.available:
             library.mallinfo2.restype = _MallInfo
+            library.malloc.argtypes, library.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+            library.free.argtypes, library.free.restype = (ctypes.c_void_p,), None
         if not self.available:
             log.warning("the C library is not glibc: peak memory may exceed what a plan predicts")
 
     def keep_for_reuse(self) -> None:
-        """Make freed blocks of up to 32 MiB stay in the process for later ones."""
+        """Make freed blocks of up to 32 MiB stay in the process, if no session objects."""
+        _mapping.discard(self)
+        if _mapping:
+            return
         self._set(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
         self._set(_M_TRIM_THRESHOLD, _NEVER_TRIM)
 
     def map_large(self) -> None:
         """Make blocks of more than 256 KiB mappings of their own, which end when they are freed."""
+        _mapping.add(self)
         self._set(_M_MMAP_THRESHOLD, _LARGEST_SMALL_BLOCK)
         self.trim()
+        if self.available:
+            self._plug_holes()
 
     def trim(self) -> None:
         """Give all free pages of the heap back to the system."""
@@ -78,6 +94,20 @@ class Malloc:
         """Bytes of the heap that hold nothing; some of them may have been given back already."""
         return int(self._library.mallinfo2().fordblks) if self.available else 0
 
+    def _plug_holes(self) -> None:
+        """Take each hole of the heap in which a large block would fit, for good."""
+        start, nbytes = process_memory.heap_range()
+        size = _LARGEST_HEAP_BLOCK
+        while size > _LARGEST_SMALL_BLOCK:
+            plug = self._library.malloc(size)
+            if not start <= (plug or 0) < start + nbytes:  # there is no such hole
+                self._library.free(plug)
+                size //= 2
+
     def _set(self, parameter: int, value: int) -> None:
         if self.available:
             self._library.mallopt(parameter, value)
+
+
+_mapping: weakref.WeakSet[Malloc] = weakref.WeakSet()
+"""Those that want large blocks to be mappings."""

@@ -7,6 +7,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.runtime.state.stand_in import is_stand_in
+from teraplan.runtime.untraced import untraced
 
 
 class Watching(Protocol):
@@ -26,4 +27,4 @@ def watch_optimizers(who: Watching) -> RemovableHandle:
         if alive is not None and not is_stand_in(optimizer):  # a part of a step, in any thread
             alive.optimizer_stepped()
 
-    return register_optimizer_step_post_hook(after)
+    return register_optimizer_step_post_hook(untraced(after))

@@ -2,7 +2,8 @@
 
 At every site the engine calls `arrive` first and `leave` last. What lies between is the engine's
 own doing (waits, copies) and counts for neither the time nor the memory of the computation. Nor do
-waits for training state that is used without a site.
+waits for training state that is used without a site. The step ends with its last site or its last
+optimizer: what comes then, until the next one begins, is the user's.
 """
 
 import hashlib
@@ -69,13 +70,16 @@ class StepRecorder:
         self._peaks: list[int] = []
         """Before each site, if memory is measured."""
         self.tensors: list[TensorInfo] = []
+        self._given_up: dict[int, int] = {}
+        """By tensor: the number of sites when the last one that could ask for it had gone."""
         self.state = StateLog()
         self.start_mark = device.mark()
         self.start_ns = time.perf_counter_ns()
         self._end_mark: object = None
         self._waited_at_end = 0
         self._sites_at_end = -1
-        self._last_peak = 0
+        self._peak_at_end = 0
+        """The most until a possible end since the last site; all of the step, if not measured."""
 
     @property
     def num_sites(self) -> int:
@@ -98,7 +102,7 @@ class StepRecorder:
         self._managed.append(self._managed[-1] if self._managed else 0)
         self._state_bytes.append(self._state_bytes[-1] if self._state_bytes else 0)
         if self.measure_memory:
-            self._peaks.append(self._device.take_peak())
+            self._peaks.append(self._take_peak())
 
     def leave(self, managed_bytes: int, state_bytes: int = 0) -> None:
         """The engine is through with the site.
@@ -121,23 +125,41 @@ class StepRecorder:
             TensorInfo(name=saved.name, nbytes=saved.nbytes, shape=shape, dtype=dtype, layer=layer)
         )
 
+    def give_up(self, tensor: int) -> None:
+        """Nobody can ask for a tensor any more."""
+        self._given_up[tensor] = self.num_sites
+
     def may_end_here(self) -> None:
         """An optimizer has stepped: without another site, what follows is not the step's.
 
         That is loading data, evaluation, a checkpoint.
         """
-        self._sites_at_end = self.num_sites
         self._note_end()
 
     def finish(self) -> None:
         """The step is over."""
         if self._sites_at_end != self.num_sites:
             self._note_end()
-        self._last_peak = self._device.take_peak() if self.measure_memory else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of the step so far as it can end here; only if memory is not measured."""
+        return self._peak_at_end
+
+    def _take_peak(self) -> int:
+        """The most memory since the last site."""
+        peak = max(self._peak_at_end, self._device.take_peak())
+        self._peak_at_end = 0
+        return peak
 
     def _note_end(self) -> None:
+        if self.measure_memory:
+            self._peak_at_end = self._take_peak()
+        else:
+            self._peak_at_end = self._device.peak_bytes()
         self._end_mark = self._device.mark()
         self._waited_at_end = self._device.waited_beside_ns()
+        self._sites_at_end = self.num_sites  # last: an interrupt leaves the end to be noted again
 
     def signature(self) -> Signature:
         """What must be equal in two steps for their measurements to be of the same thing."""
@@ -155,7 +177,7 @@ class StepRecorder:
 
     def workspaces_bytes(self) -> tuple[int, ...]:
         """Peak of each interval beside state and managed tensors; only if memory was measured."""
-        peaks = [*self._peaks[1:], self._last_peak]
+        peaks = [*self._peaks[1:], self._peak_at_end]
         return tuple(
             max(0, peak - self._base_bytes - managed)
             for managed, peak in zip(self._managed, peaks, strict=True)
@@ -229,13 +251,15 @@ class StepRecorder:
         for site, (kind, *_, tensor) in enumerate(self._keys):
             if tensor is not None and tensor >= 0:
                 sites[tensor].setdefault(kind, []).append(site)
-        for of_tensor in sites:
-            saves = of_tensor[SiteKind.SAVE]
-            needs, dones = of_tensor.get(SiteKind.NEED), of_tensor.get(SiteKind.DONE)
-            if needs and dones:
-                yield (saves[0], saves[-1]), (needs[0], dones[-1])
-            else:  # no backward asked for it: it is there until the step ends
-                yield ((saves[0], len(self._keys)),)
+        for number, of_tensor in enumerate(sites):
+            first, last = of_tensor[SiteKind.SAVE][0], of_tensor[SiteKind.SAVE][-1]
+            # A backward that ran before another forward saved it again: it was there in between.
+            needs = [site for site in of_tensor.get(SiteKind.NEED, ()) if site > last]
+            dones = [site for site in of_tensor.get(SiteKind.DONE, ()) if site > last]
+            if needs and len(needs) == len(dones):
+                yield (first, last), (needs[0], dones[-1])
+            else:  # a checkpoint computes it again, or no backward asks for it any more
+                yield ((first, max(last, self._given_up.get(number, len(self._keys)))),)
 
     @staticmethod
     def _tensor(

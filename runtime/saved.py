@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from teraplan.runtime.recompute import Remake
 
 
+_LARGEST_ITEM_BYTES = 16
+_LARGEST_SHARE = 2
+
+
 @dataclass(slots=True)
 class Saved:
     """The memory of one storage that backward passes will need.
@@ -52,6 +56,11 @@ class Saved:
         return self.tensor is not None or self.arrival is not None
 
     @property
+    def expired(self) -> bool:
+        """True if the storage that was saved is gone, so that its address may mean another one."""
+        return bool(self.origin.expired())  # type: ignore[no-untyped-call]
+
+    @property
     def modified(self) -> bool:
         """True if user code has changed the tensor since it was saved."""
         return self.tensor is not None and self.tensor._version != self.version
@@ -75,3 +84,18 @@ class View:
     call: int
     """The call of a graph that saved it."""
     graph: str
+
+
+def is_movable(x: torch.Tensor, storage: torch.UntypedStorage, *, given: bool) -> bool:
+    """False if moving the storage is of no use or not possible.
+
+    A graph's input may be a small part of something larger that the user holds, a batch of a data
+    set: that must not travel. And memory that is not the allocator's may begin at any address, so
+    that it would not be aligned for its type where it comes back to.
+    """
+    if storage.data_ptr() % _LARGEST_ITEM_BYTES:
+        return False
+    if not given or x.numel() == 0:
+        return True
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return storage.nbytes() <= _LARGEST_SHARE * (last + 1) * x.element_size()

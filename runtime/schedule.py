@@ -48,6 +48,8 @@ class Schedule:
         kinds = [tensor.kind for tensor in tensors]
         self._num_activations = kinds.count(TensorKind.ACTIVATION)
         self.moves_state = self._num_activations < len(tensors)
+        self.sizes_bytes = tuple(t.nbytes for t in tensors[: self._num_activations])
+        """Of the saved activations."""
         self._keys = tuple(
             (s.kind, s.graph, s.call, s.backward, self._number(s.tensor_id)) for s in self.sites
         )

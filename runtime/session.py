@@ -5,9 +5,8 @@
     step 2..    times are measured, `profile_steps` of them
     then        a plan is made, and every following step of this kind runs under it
 
-A step ends where the next begins: at the first forward after an optimizer has stepped, with no
-forward left that waits for its backward. Steps whose first graph or input sizes differ are
-different kinds, each measured and planned by itself.
+Where a step ends and the next begins, `step_bounds` says. Steps whose first graph or input sizes
+differ are different kinds, each measured and planned by itself.
 """
 
 import copy
@@ -34,7 +33,7 @@ from teraplan.runtime.budget_shares import BudgetShares
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
-from teraplan.runtime.feedback import learn
+from teraplan.runtime.feedback import keeps_too_much, learn
 from teraplan.runtime.optimizer_watch import watch_optimizers
 from teraplan.runtime.plan_maker import PlanMaker
 from teraplan.runtime.planned_step import run_record
@@ -42,9 +41,10 @@ from teraplan.runtime.recompute import CompiledRecipe
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.report_files import ReportFiles
 from teraplan.runtime.schedule import Schedule
-from teraplan.runtime.session_status import status_of
+from teraplan.runtime.session_status import describe, status_of
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
+from teraplan.runtime.step_bounds import StepBounds
 from teraplan.status import Status
 from teraplan.units import format_nbytes
 
@@ -55,9 +55,6 @@ _STATE_COULD_MOVE = (
     'training_state="moves" lets them leave, too'
 )
 _KEPT_RUNS = 64
-_MAX_EVENTS = 1_000_000
-_MAX_MERGED_STEPS = 3
-"""So often an optimizer may step while a forward waits for a backward that may never come."""
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
 
@@ -79,21 +76,22 @@ class Session:
         self.tables: dict[str, GraphTable] = {}
         self.cases: dict[CaseKey, Case] = {}
         self.active: Case | None = None
-        self.steps = 0
-        self.diverged_steps = 0
-        self.last_used_ns = 0
-        self._called = False
+        self.steps = self.diverged_steps = self.last_used_ns = 0
         self.fallbacks: list[str] = []
-        self._compiles = self._compiles_seen = 0
-        self._optimizer_known = False
-        self._optimizer_steps = 0
+        self._compiles = self._compiles_entered = self._compiles_seen = 0
+        self._rehearses = False
+        """The step under way is unlike those that follow."""
+        self._called = False
+        self._bounds = StepBounds(self.engine)
         self._error: TeraplanError | None = None
         self._fault = ""
+        self._peak_bytes = 0
+        """The most that the process took in steps under the plan in force."""
         self._compile_recipe = compile_recipe
         self.last_transfers: tuple[TransferRecord, ...] = ()
         """Of the last whole step."""
         self._num_stores = len(device.stores())
-        self.reports = ReportFiles(config.report)
+        self.reports = ReportFiles(config.report, strict=config.strict)
         self.plans = PlanMaker(config, device, self.reports)
         self._hook = watch_optimizers(self)
         self._finalizer = weakref.finalize(
@@ -129,10 +127,7 @@ class Session:
 
     def optimizer_stepped(self) -> None:
         """Some optimizer has updated its parameters."""
-        self._optimizer_known = True
-        self._optimizer_steps += 1
-        if self.engine.recorder is not None:
-            self.engine.recorder.may_end_here()
+        self._bounds.optimizer_stepped()
 
     def end_call(self) -> None:
         """A compiled graph has run. Where it had no op, nothing has looked at the budget yet.
@@ -162,7 +157,7 @@ class Session:
         try:
             if table.graph not in self.tables:
                 self._meet(table)
-            if self._at_step_begin():
+            if self._bounds.at_begin():
                 self._begin_step((table.graph, shapes))
             elif self.engine.unplanned:
                 assert self.active is not None
@@ -176,6 +171,7 @@ class Session:
                 error.args = (f"{error}. Storage has failed before: {self._fault}",)
             self._error = copy.copy(error)  # not its traceback: that holds the user's model
             raise
+        self._compiles_entered = self._compiles
         return self.engine.enter(table)
 
     def status(self) -> Status:
@@ -184,14 +180,7 @@ class Session:
 
     def describe(self) -> str:
         """What is going on now, for people. From anywhere, a signal handler too: takes no lock."""
-        engine = self.engine
-        site = engine.recorder.num_sites if engine.recorder is not None else 0
-        plan = "without a plan" if engine.unplanned else "under a plan"
-        return (
-            f"teraplan on {self.device.name}: step {self.steps}, after site {site}, {plan}; "
-            f"{format_nbytes(engine.mover.managed_bytes)} of saved activations on the device, "
-            f"{len(engine.mover.faults)} faults in this step\n{self.device.storage.describe()}"
-        )
+        return describe(self)
 
     def explain(self, error: InfeasibleBudgetError) -> None:
         """Let the error name a budget for all tensors, also where it comes from a part of them."""
@@ -205,37 +194,31 @@ class Session:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _at_step_begin(self) -> bool:
-        recorder = self.engine.recorder
-        if recorder is None:
-            return True
-        if not self.engine.idle:  # a user who keeps a loss with its graph must not stop all steps
-            return self._optimizer_steps > _MAX_MERGED_STEPS
-        return (
-            self._optimizer_steps > 0
-            or not self._optimizer_known
-            or self.engine.finished_plan
-            or recorder.num_sites > _MAX_EVENTS
-        )
+    def _case(self, key: CaseKey) -> Case:
+        return self.cases.setdefault(key, Case(number=len(self.cases)))
 
     def _begin_step(self, key: CaseKey) -> None:
         self._finish_step()
-        case = self.cases.setdefault(key, Case(number=len(self.cases)))
-        self.active = case
-        if case.schedule is None and self._compiles == self._compiles_seen:
-            plan = self.plans.plan(case)
-            if plan is not None:
-                self._follow(case, plan)
-                self.device.run_fast()  # with no free memory left over
-                self.device.take_peak()
-        self._optimizer_steps = 0
-        measure_memory = case.lacks_memory and self._compiles == self._compiles_seen
+        self.active = case = self._case(key)
+        try:
+            self._plan(case)
+        except InfeasibleBudgetError:
+            if self._may_start or not self.device.keep_nothing_free():
+                raise
+            self._measure_anew()
+            self.active = case = self._case(key)
+        self._bounds.begin()
+        lacks_state = not self._bounds.optimizer_known and self._shares.lacks_state
+        self._rehearses = self.keeper.rehearses or lacks_state
+        is_new = self._compiles != self._compiles_seen or self._rehearses
+        measure_memory = case.lacks_memory and not is_new
         if measure_memory and self.plans.may_recompute(short=bool(self.last_transfers)):
             self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
             tables, is_first = self.tables.values(), self.steps == 0
             self._shares.divide(case, tables, is_first=is_first, may_start=self._may_start)
+            self._keep_heap_small()
         if self.steps == 0:
             log.info("%s", self._first_words())
         limits = self._shares.safe_limit(case), self._shares.resident_limits(case)
@@ -243,18 +226,27 @@ class Session:
             recorder, case.schedule, *limits, case.rehearsal_limits(self._shares.rest_bytes)
         )
 
+    def _keep_heap_small(self) -> None:
+        """PyTorch's own kernels take all from the heap: where it is short, none lies free."""
+        if self.config.kernels == "aot_eager" and (self._shares.binds or self.last_transfers):
+            self.device.keep_nothing_free()
+
     def _finish_step(self) -> None:
         recorder, case = self.engine.recorder, self.active
         if recorder is None or case is None:
             return
         recorder.finish()
+        self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes)
+        if self.device.peak_bytes() > recorder.peak_bytes:
+            self.device.take_peak()  # it was the user's, between two steps
         self.steps += 1
         self.last_transfers = self.device.take_transfers()
-        compiled, self._compiles_seen = self._compiles != self._compiles_seen, self._compiles
+        compiled = self._compiles_entered != self._compiles_seen
+        self._compiles_seen = self._compiles_entered  # what came later is the next step's
         faults = self._take_faults()
         if case.schedule is not None:
             self._finish_planned_step(case, recorder)
-        elif not compiled and case.repeats:
+        elif not compiled and not self._rehearses and case.repeats:
             case.add(recorder)
             case.add_rehearsed(self.engine.recomputer.rehearsed)
             if self._shares.may_divide_again(case):
@@ -302,21 +294,38 @@ class Session:
         del case.runs[:-_KEPT_RUNS]
         if len(case.runs) in _RUNS_WRITTEN_AT:
             self.reports.write_runs(case.number, plan, case.runs)
-        lesson = learn(
-            case,
-            self.plans,
-            peak_bytes=self.actual_peak_bytes(),
-            budget_bytes=plan.budgets.device_bytes,
-        )
+        peak_bytes, budget_bytes = self.actual_peak_bytes(), plan.budgets.device_bytes
+        lesson = learn(case, self.plans, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
+        too_much = keeps_too_much(case, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
+        if too_much and self.device.keep_nothing_free():
+            self._measure_anew()
+            return
         if lesson.fallback:
             self._fall_back(lesson.fallback)
         if lesson.plan is not None:
             self._follow(case, lesson.plan)
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
-            self.device.take_peak()
+            self._forget_peak()
+
+    def _measure_anew(self) -> None:
+        """The process no longer keeps free memory: its tensors need less than was measured."""
+        log.info("the budget does not hold free memory: it goes back to the system at once")
+        self.cases.clear()
+        self.device.run_fast()
+        self._forget_peak()
 
     # -- plans ---------------------------------------------------------------------------------
+
+    def _plan(self, case: Case) -> None:
+        """Follow a plan if the case has been measured and has none."""
+        if case.schedule is not None or self._compiles != self._compiles_seen:
+            return
+        plan = self.plans.plan(case)
+        if plan is not None:
+            self._follow(case, plan)
+            self.device.run_fast()  # with no free memory left over
+            self._forget_peak()
 
     def _meet(self, table: GraphTable) -> None:
         """Take in a graph; one that a replayed plan does not know is an error at once."""
@@ -353,11 +362,19 @@ class Session:
         )
 
     def actual_peak_bytes(self) -> int:
-        """The most memory that tensors took since the plan came into force; -1 if unknown."""
+        """The most memory that tensors took in steps under the plan in force; -1 if unknown."""
         case = self.active
         if case is None or case.schedule is None or case.memory is None:
             return -1
-        return self.device.peak_bytes() - case.memory.overhead_bytes
+        recorder = self.engine.recorder
+        ended = recorder.peak_bytes if recorder is not None else 0
+        peak_bytes = max(self._peak_bytes, ended or self.device.peak_bytes())
+        return peak_bytes - case.memory.overhead_bytes
+
+    def _forget_peak(self) -> None:
+        """Another plan comes into force."""
+        self.device.take_peak()
+        self._peak_bytes = 0
 
     def _fall_back(self, what: str) -> None:
         if self.config.strict:

@@ -10,12 +10,25 @@ from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage.disk_counters import disk_counters
 from teraplan.status import Status, StoreStatus
+from teraplan.units import format_nbytes
 
 if TYPE_CHECKING:
     from teraplan.runtime.session import Session
 
 _MEDIAN_OF = 5
 _DAY_NS = 86_400 * 10**9
+
+
+def describe(session: "Session") -> str:
+    """What is going on now, for people. From anywhere, a signal handler too: takes no lock."""
+    engine = session.engine
+    site = engine.recorder.num_sites if engine.recorder is not None else 0
+    plan = "without a plan" if engine.unplanned else "under a plan"
+    return (
+        f"teraplan on {session.device.name}: step {session.steps}, after site {site}, {plan}; "
+        f"{format_nbytes(engine.mover.managed_bytes)} of saved activations on the device, "
+        f"{len(engine.mover.faults)} faults in this step\n{session.device.storage.describe()}"
+    )
 
 
 def status_of(session: "Session") -> Status:
@@ -45,6 +58,7 @@ def status_of(session: "Session") -> Status:
                     *session.fallbacks,
                     *session.device.fallbacks,
                     *session.keeper.fallbacks,
+                    *session.reports.fallbacks,
                     *host_updates.placement.fallbacks,
                 )
             )
@@ -52,6 +66,9 @@ def status_of(session: "Session") -> Status:
     }
     if session.keeper.state is not None:
         status |= _of_state(session.keeper.state)
+    if session.keeper.update_counts is not None:
+        early, late = session.keeper.update_counts
+        status |= {"updates_in_backward": early, "updates_in_step": late}
     if host_updates.wanted:
         status |= _of_host_updates(host_updates)
     if case is not None and case.runs:

@@ -50,9 +50,13 @@ def owner_of(token: torch.Tensor) -> TokenOwner:
     """Who made `token`.
 
     Raises:
-        UnsupportedError: if it is no live token, e.g. one that was saved to a file.
+        UnsupportedError: if it is no live token, e.g. a copy that a hook has made of one.
     """
     owner = _owners.get(key_of(token))
     if owner is None:
-        raise UnsupportedError("a saved activation does not belong to this process")
+        raise UnsupportedError(
+            "what stands for a saved activation has been copied, by hooks for saved tensors "
+            "(torch.autograd.graph.saved_tensors_hooks) or through a file; hooks that keep "
+            "something else than the tensor do not work around compiled graphs"
+        )
     return owner

@@ -122,6 +122,9 @@ class Config:
     """Whether parameters are updated on the host's cores, their optimizer state in host memory
     within `host_budget`. "auto": where the state does not fit on the device otherwise, and where
     the update is faster so. A number above 0, at most 1: this part of the parameters' bytes."""
+    update: Literal["step", "gradient"] = "step"
+    """When parameters of a training state that moves are updated: in the optimizer's step, or in
+    the backward as soon as a gradient is complete, where nothing else wants to see it."""
     recompute: Literal["auto", "never"] = "never"
     """Whether saved activations may be computed again in the backward: "auto": where a plan is
     predicted to be faster so, and every bit is equal."""
@@ -149,6 +152,11 @@ class Config:
             raise ConfigError(
                 f'plan "{self.plan}" is replayed as it is, so policy "{self.policy}" would not be '
                 'used; set plan to "auto" or leave policy out'
+            )
+        if self.update == "gradient" and self.host_updates != "never":
+            raise ConfigError(
+                'update "gradient" is on the device, in the backward, and host_updates '
+                f"{self.host_updates} is in the step; set one of them to its default"
             )
         in_percent = self.host_budget is not None and self.host_budget.nbytes is None
         if self.host_updates != "never" and in_percent:
@@ -306,6 +314,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "kernels": _one_of("inductor", "aot_eager"),
     "training_state": _one_of("auto", "moves", "stays"),
     "host_updates": _host_updates,
+    "update": _one_of("step", "gradient"),
     "recompute": _one_of("auto", "never"),
     "strict": _flag,
     "report": _report,

@@ -14,6 +14,7 @@ TeraplanError
 ├── DeadlineError (TimeoutError)    a wait took longer than its deadline; names what it waited for
 ├── HostUpdateError                 an update on the host's cores failed; names it and why
 ├── UnsupportedError                the program does what this backend cannot do correctly
+│   └── GradientGoneError           a gradient was used up in the backward, and is needed after it
 └── FallbackRefusedError            `strict` is set and something would fall back
 
 StateHasToMoveError is none of these: it is caught before anybody sees it.
@@ -46,7 +47,8 @@ class InfeasibleBudgetError(TeraplanError):
     """No plan fits in the budget.
 
     Attributes:
-        least_budget_bytes: the smallest device budget for which a plan exists, 0 if unknown.
+        least_budget_bytes: the smallest device budget for which a plan exists as far as sums of
+            bytes tell; where they do not, one for which there is a plan; 0 if unknown.
     """
 
     def __init__(self, message: str, *, least_budget_bytes: int = 0) -> None:
@@ -84,6 +86,10 @@ class HostUpdateError(TeraplanError):
 
 class UnsupportedError(TeraplanError):
     """The program asks for something that this backend cannot do correctly."""
+
+
+class GradientGoneError(UnsupportedError):
+    """The program needs a gradient, or a parameter as it was, after an update in the backward."""
 
 
 class FallbackRefusedError(TeraplanError):

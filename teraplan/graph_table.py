@@ -70,8 +70,16 @@ class GraphTable:
         Args:
             gradients_bytes: of all gradients that the step makes, those of other graphs included.
         """
-        others = max(0, gradients_bytes - self.gradients_bytes)
+        others = self._others(gradients_bytes)
         return max(self.forward.least_bytes, others + self.backward.least_bytes)
+
+    def resident_bytes(self, gradients_bytes: int) -> int:
+        """The same but for the saved activations that the graph brings back."""
+        others = self._others(gradients_bytes)
+        return max(self.forward.workspace_bytes, others + self.backward.workspace_bytes)
+
+    def _others(self, gradients_bytes: int) -> int:
+        return max(0, gradients_bytes - self.gradients_bytes)
 
     def to_json(self) -> str:
         """The table as one line of JSON."""

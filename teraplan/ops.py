@@ -24,8 +24,9 @@ Where parameters and gradients move, too, both graphs have these besides:
     release(p, chain)                           return dw_1
 
 `acquire` and `release` say that they mutate `p`, so that no use of it is outside of them. `settle`
-returns the gradient in memory that can move. Where nothing is saved that could move, `enter_state`
-makes the chain.
+returns the gradient in memory that can move; where parameters may be updated at their gradients, it
+is given the parameter, too, of which the graph has had the last use. Where nothing is saved that
+could move, `enter_state` makes the chain.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,9 @@ LIBRARY.define("done(Tensor(a!) x, Tensor token, Tensor(b!) chain, int slot) -> 
 LIBRARY.define("enter_state(Tensor anchor) -> Tensor", tags=_EXACT)
 LIBRARY.define("acquire(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
 LIBRARY.define("release(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
-LIBRARY.define("settle(Tensor gradient, Tensor(a!) chain) -> Tensor", tags=_EXACT)
+LIBRARY.define(
+    "settle(Tensor gradient, Tensor(a!) chain, Tensor? parameter=None) -> Tensor", tags=_EXACT
+)
 
 enter = torch.ops.teraplan.enter.default
 enter_backward = torch.ops.teraplan.enter_backward.default
@@ -105,7 +108,9 @@ def _fake_acquire(parameter: torch.Tensor, chain: torch.Tensor) -> None:
     return None
 
 
-def _fake_settle(gradient: torch.Tensor, chain: torch.Tensor) -> torch.Tensor:
+def _fake_settle(
+    gradient: torch.Tensor, chain: torch.Tensor, parameter: torch.Tensor | None = None
+) -> torch.Tensor:
     return torch.empty_strided(
         gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
     )

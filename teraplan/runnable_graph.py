@@ -76,11 +76,12 @@ class RunnableGraph:
             self._session.keeper.graphs_without_ops += 1
 
     def _build(self, gm: fx.GraphModule, inputs: Sequence[Any], room: Room | None) -> Compiled:
-        moves_state = self._moves_state
-        if self._session.config.kernels == "inductor":
-            patches = config_patches(moves_state=moves_state, room=room)
+        config = self._session.config
+        moves_state, updates = self._moves_state, config.update == "gradient"
+        if config.kernels == "inductor":
+            patches = config_patches(moves_state=moves_state, updates=updates, room=room)
             return cast("Compiled", compile_fx(gm, list(inputs), config_patches=patches))
-        split = functools.partial(partition, moves_state=moves_state, room=room)
+        split = functools.partial(partition, moves_state=moves_state, updates=updates, room=room)
         compile_graph: Compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=split)
         compiled: Compiled = compile_graph(gm, inputs)
         return compiled

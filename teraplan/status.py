@@ -40,7 +40,7 @@ class Status:
     unlimited_peak_bytes: int = -1
     predicted_peak_bytes: int = -1
     actual_peak_bytes: int = -1
-    """Measured by the device, since the plan came into force; moving training state is in it, and
+    """Measured by the device in steps under the plan in force; moving training state is in it, and
     in the two above."""
     predicted_managed_peak_bytes: int = -1
     managed_peak_bytes: int = -1
@@ -72,6 +72,11 @@ class Status:
     state_read_bytes: int = -1
     state_wait_ns: int = -1
     """Waits for them in the last step."""
+    updates_in_backward: int = -1
+    """Parameters that were updated at their gradients before the last step of their optimizers;
+    -1 unless `update` is "gradient"."""
+    updates_in_step: int = -1
+    """The others that were updated."""
     host_state_bytes: int = -1
     """Optimizer state in host memory, of parameters that are updated there; -1: none may be."""
     host_updates: int = 0
@@ -121,6 +126,10 @@ class Status:
                 f"  written / read per step    {_bytes(self.state_written_bytes)}"
                 f" / {_bytes(self.state_read_bytes)}, waits {_time(self.state_wait_ns)}",
             ]
+        if self.updates_in_backward >= 0:
+            lines.append(
+                f"  updates in backward / step {self.updates_in_backward} / {self.updates_in_step}"
+            )
         if self.host_state_bytes >= 0:
             lines += [
                 f"  optimizer state on host    {_bytes(self.host_state_bytes)}",

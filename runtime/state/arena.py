@@ -7,29 +7,25 @@ spill file (see `pages`). At no time do blocks and waiting pages take more than 
 unless what is in use at once does.
 
 Unchanged bytes are not written again: a digest of what was written is compared with what is there.
-That is exact, whoever may have written to the tensor meanwhile, and as fast as memory: 25 GB/s.
+That is exact, whoever may have written to the tensor meanwhile.
 """
 
-import ctypes
-import os
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-import xxhash
 
-from teraplan.errors import IntegrityError
 from teraplan.runtime import pages
-from teraplan.runtime.page_pool import PageBlock, PagePool
 from teraplan.runtime.state.block import Block, Key, Place
+from teraplan.runtime.state.digests import check_landed, is_as_written
+from teraplan.runtime.state.held_pages import HeldPages
 from teraplan.runtime.state.lease import span_nbytes, tensor_at
 from teraplan.runtime.state.move_log import MoveLog
 from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.storage import Storage
-from teraplan.runtime.storage.memory import view
-from teraplan.units import format_nbytes
+from teraplan.runtime.storage.memory import digest
 
 
 class StateArena:
@@ -42,9 +38,6 @@ class StateArena:
         """By address."""
         self.sizes: dict[Key, int] = {}
         """Bytes of everything that has ever been here."""
-        self.held_bytes = 0
-        """In memory, waiting pages included."""
-        self.peak_bytes = 0
         self.log = MoveLog()
         self.make_room: Callable[[int], object] | None = None
         """Called before so many bytes more are held, where something else may be in their place."""
@@ -53,13 +46,15 @@ class StateArena:
         """The most that blocks in use at once have taken beyond the limit."""
         self.lock = threading.RLock()
         """Held while anything changes what lies at an address."""
-        self._pool = PagePool()
+        self._memory = HeldPages()
         self._away: dict[Key, Block] = {}
         self._alive: Counter[Key] = Counter()
         self._in_memory: OrderedDict[Block, None] = OrderedDict()
         """Least recently used first."""
-        self._shown: OrderedDict[Block, None] = OrderedDict()
+        self.shown: OrderedDict[Block, None] = OrderedDict()
         """Where the spill file is shown."""
+        self._coming: set[Block] = set()
+        """Of `shown`, all that are being read, and some that have been."""
         self._leaving: deque[Block] = deque()
         self._ended: deque[Block] = deque()
         self._epoch = 0
@@ -95,12 +90,12 @@ class StateArena:
         with self.lock:
             self._settle()
             self._make_room(nbytes)
-            self._hold(nbytes)
+            self._memory.count(nbytes)
 
     def unreserve(self, nbytes: int) -> None:
         """So much of what was reserved is free again."""
         with self.lock:
-            self.held_bytes -= nbytes
+            self._memory.count(-nbytes)
 
     @property
     def total_bytes(self) -> int:
@@ -108,26 +103,30 @@ class StateArena:
         return sum(block.nbytes for block in list(self.blocks.values()))
 
     @property
+    def held_bytes(self) -> int:
+        """In memory, waiting pages included."""
+        return self._memory.nbytes
+
+    @property
     def in_use_bytes(self) -> int:
         """Of what is held, what blocks have."""
-        return self.held_bytes - self._pool.nbytes
+        return self._memory.in_use_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held since `take_peak`."""
+        return self._memory.peak_bytes
+
+    def take_peak(self) -> int:
+        """The most that was held since the last call."""
+        return self._memory.take_peak()
 
     @property
     def coming_bytes(self) -> int:
         """Of blocks that are being read: their pages may not have been touched yet."""
         with self.lock:
-            coming = (b for b in self._shown if b.arrival is not None and not b.arrival.done)
-            return sum(block.nbytes for block in coming)
-
-    @property
-    def written_bytes(self) -> int:
-        """So far."""
-        return self.log.written_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """So far."""
-        return self.log.read_bytes
+            self._coming = {b for b in self._coming if b.arrival is not None and not b.arrival.done}
+            return sum(block.nbytes for block in self._coming)
 
     @property
     def waited_ns(self) -> int:
@@ -234,14 +233,14 @@ class StateArena:
     def _start_leaving(self, block: Block) -> None:
         address, nbytes = block.address, block.nbytes
         if block.record is not None and not block.leaving:
-            if not block.changed and self._digest(address, nbytes) == block.digest:
+            if not block.changed and is_as_written(block):
                 if block.record.write.done:
                     self._take_out(block)
                     return
             else:
                 self._drop_record(block)
         if block.record is None:
-            block.digest = self._digest(address, nbytes)
+            block.digest = digest(address, nbytes)
             block.epoch = self._epoch
             block.record = self.storage.put(address, nbytes, owner=block, label=block.label)
             block.changed = False
@@ -266,14 +265,11 @@ class StateArena:
         assert block.record is not None
         self.log.wait(self.storage, block, block.record.write, "to leave")
         same_epoch = block.epoch == self._epoch
-        if block.changed or not (same_epoch or self._is_as_written(block)):
+        if block.changed or not (same_epoch or is_as_written(block)):
             self._drop_record(block)
             self._start_leaving(block)
             return
         self._take_out(block)
-
-    def _is_as_written(self, block: Block) -> bool:
-        return self._digest(block.address, block.nbytes) == block.digest
 
     def _take_out(self, block: Block) -> None:
         """The block's bytes are in its record: free its pages, show the record in their place."""
@@ -285,12 +281,11 @@ class StateArena:
             pages.show_file(address, nbytes, fd, offset)
             address += nbytes
         assert address == block.address + block.nbytes, "a block is whole pages: it has no ends"
-        self._pool.give(PageBlock.whole(waiting, block.nbytes))
-        self._pool_to_limit()
+        self._give(waiting, block.nbytes)
         block.place, block.leaving, block.touched = Place.STORAGE, False, False
         del self._in_memory[block]
         self._away[block.key] = block
-        self._shown[block] = None
+        self.shown[block] = None
 
     def _drop_record(self, block: Block) -> None:
         if block.record is not None:
@@ -306,6 +301,7 @@ class StateArena:
         block.epoch = self._epoch
         block.arrival = self.storage.get(block.record, block.landing, owner=block, urgent=urgent)
         block.place = Place.COMING
+        self._coming.add(block)
         self.log.read_bytes += block.nbytes
 
     def _bring(self, block: Block) -> None:
@@ -313,53 +309,30 @@ class StateArena:
             self._start_back(block, urgent=True)
         assert block.arrival is not None
         self.log.wait(self.storage, block, block.arrival, "to come back")
-        self._check_landed(block)
-        del self._shown[block]
+        check_landed(block)
+        del self.shown[block]
         pages.move(block.landing, block.address, block.nbytes)
         pages.release(block.landing, block.nbytes)
         block.arrival, block.landing, block.place = None, 0, Place.MEMORY
         self._in_memory[block] = None
 
-    def _check_landed(self, block: Block) -> None:
-        """See that what has come back is what left, or what has been written there since."""
-        touched = block.touched or bool(pages.touched_bytes(block.address, block.nbytes))
-        if touched:  # perhaps after the read, and the mapping always has the latest
-            ctypes.memmove(block.landing, block.address, block.nbytes)
-        found = self._digest(block.landing, block.nbytes)
-        block.changed = found != block.digest
-        if block.changed and not touched:
-            raise IntegrityError(
-                f"{block.label}: {format_nbytes(block.nbytes)} came back changed from the spill "
-                f"file (digest {found:016x}, written {block.digest:016x}); the disk, its driver "
-                "or the memory is faulty"
-            )
-
     # -- memory ----------------------------------------------------------------------------------
 
     def _pages(self, nbytes: int) -> int:
         """Address of pages for a block, after making room for them."""
-        waiting = self._pool.take(nbytes)
+        waiting = self._memory.take_waiting(nbytes)
         if waiting is None:
             self._make_room(nbytes)
-            waiting = self._pool.take(nbytes)
+            waiting = self._memory.take_waiting(nbytes)
         if waiting is not None:
-            return waiting.address
+            return waiting
         if self.make_room is not None:
             self.make_room(nbytes)
-        self._hold(nbytes)
-        return pages.take(nbytes)
+        return self._memory.take_fresh(nbytes)
 
-    def _hold(self, nbytes: int) -> None:
-        self.held_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    def _pool_to_limit(self) -> None:
-        self._shrink_pool(self.held_bytes - self.limit_bytes)
-
-    def _shrink_pool(self, nbytes: int) -> None:
-        before = self._pool.nbytes
-        self._pool.shrink(nbytes)
-        self.held_bytes -= before - self._pool.nbytes
+    def _give(self, address: int, nbytes: int) -> None:
+        self._memory.give(address, nbytes)
+        self._memory.shrink_to(self.limit_bytes)
 
     def _make_room(self, nbytes: int) -> None:
         """Let blocks leave until `nbytes` more fit, those that are needed last first."""
@@ -370,7 +343,7 @@ class StateArena:
             if not self._let_one_leave():
                 self.overrun_bytes = max(self.overrun_bytes, beyond)
                 break
-        self._shrink_pool(self.held_bytes + nbytes - self.limit_bytes)
+        self._memory.shrink_to(self.limit_bytes - nbytes)
 
     def _let_one_leave(self) -> bool:
         while self._leaving:
@@ -387,7 +360,7 @@ class StateArena:
 
     def _take_one_that_comes(self) -> bool:
         """Wait for a block that was to come back ahead; now it can leave."""
-        coming = next((b for b in self._shown if b.place is Place.COMING and not b.uses), None)
+        coming = next((b for b in self.shown if b.place is Place.COMING and not b.uses), None)
         if coming is None:
             return False
         self._bring(coming)
@@ -412,41 +385,14 @@ class StateArena:
         if self._away.get(block.key) is block:
             del self._away[block.key]
         self._in_memory.pop(block, None)
-        self._shown.pop(block, None)
+        self.shown.pop(block, None)
         self._drop_record(block)
         if block.place is Place.MEMORY:
-            self._pool.give(PageBlock.whole(block.address, block.nbytes))
-            self._pool_to_limit()
+            self._give(block.address, block.nbytes)
             return
         pages.release(block.address, block.nbytes)
         if block.place is Place.COMING:
-            self._pool.give(PageBlock.whole(block.landing, block.nbytes))
-            self._pool_to_limit()
-
-    @staticmethod
-    def _digest(address: int, nbytes: int) -> int:
-        return xxhash.xxh3_64_intdigest(view(address, nbytes))
-
-    def drop_touched(self, nbytes: int) -> None:
-        """Take what user code has touched of blocks that are away out of memory again.
-
-        Looks for about `nbytes`, first where such bytes were found the last time: whoever reads
-        all of the state reads it in order.
-        """
-        with self.lock:
-            for _ in range(len(self._shown)):
-                block = next(iter(self._shown))
-                found = pages.touched_bytes(block.address, block.nbytes)
-                if found:
-                    block.touched = True
-                    pages.drop_mapped(block.address, block.nbytes)
-                    assert block.record is not None
-                    for fd, offset, length in self.storage.pieces(block.record):
-                        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
-                    nbytes -= found
-                    if nbytes <= 0:
-                        return
-                self._shown.move_to_end(block)
+            self._give(block.landing, block.nbytes)
 
     def close(self) -> None:
         """End all I/O. What is away stays readable at its address as long as its tensor lives."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from teraplan.graph_table import MIN_SLOT_BYTES
-from teraplan.runtime.census import states_per_parameter
+from teraplan.runtime.census import STATES_OF_UNKNOWN, states_to_come
 from teraplan.runtime.pinned_pool import PAGE_BYTES
 from teraplan.runtime.state.host_twins import ALIGNMENT, is_dense
 from teraplan.runtime.state.step_hooks import parameters_of
@@ -20,20 +20,14 @@ from teraplan.units import MIB
 
 BUCKET_BYTES = 32 * MIB
 """Of parameters: enough to keep cores and link busy, and little to have two of."""
-_STATES_OF_UNKNOWN = 2
 
 Optimizer = torch.optim.Optimizer
 
 
 def missing_bytes(optimizer: Optimizer) -> dict[int, int]:
     """Bytes of host memory for the state that a step will make, by identity of the parameter."""
-    missing: dict[int, int] = {}
-    for group in optimizer.param_groups:
-        count = states_per_parameter(optimizer, group, unknown=_STATES_OF_UNKNOWN)
-        for parameter in group["params"]:
-            if not optimizer.state.get(parameter):
-                missing[id(parameter)] = count * (parameter.nbytes + PAGE_BYTES)
-    return missing
+    to_come = states_to_come(optimizer, unknown=STATES_OF_UNKNOWN)
+    return {id(p): count * (p.nbytes + PAGE_BYTES) for p, count in to_come}
 
 
 def state_bytes(optimizer: Optimizer, missing: dict[int, int]) -> dict[int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.errors import FallbackRefusedError, StorageFullError
-from teraplan.runtime.census import states_per_parameter
+from teraplan.runtime.census import states_to_come
 from teraplan.runtime.device import Device
 from teraplan.runtime.host_lane import HostLane
 from teraplan.runtime.host_memory import host_bytes
@@ -126,16 +126,12 @@ class HostPlacement:
 
     def missing_bytes(self) -> int:
         """Of state that does not exist yet, and will be in host memory, not on the device."""
-        total = 0
-        for optimizer, placed in list(self._placed.items()):
-            for group in optimizer.param_groups:
-                count = states_per_parameter(optimizer, group, unknown=0)
-                total += sum(
-                    count * p.nbytes
-                    for p in group["params"]
-                    if p in placed.chosen and not optimizer.state.get(p)
-                )
-        return total
+        return sum(
+            count * p.nbytes
+            for optimizer, placed in list(self._placed.items())
+            for p, count in states_to_come(optimizer, unknown=0)
+            if p in placed.chosen
+        )
 
     def note(self, text: str) -> None:
         """Something is updated on the device that was to be updated on the host."""

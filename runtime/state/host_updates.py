@@ -43,6 +43,7 @@ from teraplan.runtime.state.stand_in import (
     Values,
     equal,
     keeps_tensors_beside_state,
+    own_state,
     stand_in,
     take_over,
     values_beside_state,
@@ -50,6 +51,7 @@ from teraplan.runtime.state.stand_in import (
 from teraplan.runtime.state.step_hooks import (
     called_once,
     calling,
+    hooks_of,
     is_nested,
     parameters_of,
     put_in_order,
@@ -238,8 +240,7 @@ class HostUpdates:
     def _meet_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer in self._known:
             return
-        names = ("_before", "_after", "_loaded")
-        before, after, loaded = (calling(weakref.ref(self), name) for name in names)
+        before, after, loaded = hooks_of(self, _REMEDY)
         self._known[optimizer] = _Known(
             handles=(
                 optimizer.register_step_pre_hook(before),
@@ -312,7 +313,6 @@ class HostUpdates:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> HostStep:
-        missing = host_choice.missing_bytes(left)
         place = HostPlace(
             lane=self._lane,
             slots=self.placement.slots,
@@ -320,7 +320,7 @@ class HostUpdates:
             access=self._access,
         )
         buckets = list(host_choice.buckets_of(chosen))
-        return HostStep(left, buckets, place, args, kwargs, missing)
+        return HostStep(left, buckets, place, args, kwargs, host_choice.missing_bytes(left))
 
     @contextmanager
     def _access(self, tensors: Sequence[torch.Tensor], *, writes: bool) -> Iterator[None]:
@@ -365,8 +365,8 @@ class HostUpdates:
     ) -> None:
         """The update on the device, at the same time as that of `step`."""
         if bucket:
-            made = stand_in(left, bucket)
-            plain_step(made)(made, *step.args, **step.kwargs)
+            with own_state(stand_in(left, bucket)) as made:  # all of `state` is not for it to see
+                plain_step(made)(made, *step.args, **step.kwargs)
             known.values.append(values_beside_state(made))
 
     def _join(self, step: HostStep) -> None:

@@ -15,8 +15,10 @@ from teraplan.config import Config
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError
 from teraplan.runtime import census
 from teraplan.runtime.device import Device
-from teraplan.runtime.state.optimizer_steps import TEMPORARIES, OptimizerSteps
+from teraplan.runtime.state.gradient_updates import GradientUpdates
+from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.update_needs import TEMPORARIES
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import format_nbytes
 
@@ -84,6 +86,8 @@ class StateKeeper:
                 'training_state="moves" prevents that'
             )
         yield from (_shared_text(parameter) for parameter in self.state.shared)
+        if self._at_gradients is not None:
+            yield from self._at_gradients.fallbacks
 
     @property
     def limit_bytes(self) -> int:
@@ -94,6 +98,20 @@ class StateKeeper:
     def step_bytes(self) -> int:
         """What moves, all in memory at once: more than that would be of no use."""
         return self.state.step_bytes if self.state is not None else 0
+
+    @property
+    def _at_gradients(self) -> GradientUpdates | None:
+        return self._steps.at_gradients if self._steps is not None else None
+
+    @property
+    def rehearses(self) -> bool:
+        """True if parameters are to be updated in the backward, and are not yet in the next one."""
+        return self._at_gradients is not None and self._at_gradients.rehearses
+
+    @property
+    def update_counts(self) -> tuple[int, int] | None:
+        """Parameters updated in the last backward and in the last step; None if only there."""
+        return self._at_gradients.counts if self._at_gradients is not None else None
 
     @property
     def update_bytes(self) -> int:
@@ -187,7 +205,10 @@ class StateKeeper:
 
     @property
     def _least_bytes(self) -> int:
-        return _TENSORS_AT_ONCE * self._largest_bytes
+        at_once = _TENSORS_AT_ONCE
+        if self._config.update == "gradient":  # temporaries, while graphs have their own memory
+            at_once += TEMPORARIES
+        return at_once * self._largest_bytes
 
     def _budget_bytes(self, meta_bytes: int) -> int | None:
         """The device budget if the state is to move under it, else None."""
@@ -228,7 +249,8 @@ class StateKeeper:
         self.state = TrainingState(storage, int(max(0, left_bytes) * _FIRST_SHARE))
         self.state.make_room = self._device.make_room
         self._device.keeps_beside(self.state.arena)
-        self._steps = OptimizerSteps(self.state, self._device.make_room)
+        at_gradients = self._config.update == "gradient"
+        self._steps = OptimizerSteps(self.state, self._device.make_room, at_gradients=at_gradients)
 
 
 def _shared_text(parameter: torch.Tensor) -> str:

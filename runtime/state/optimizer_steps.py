@@ -8,7 +8,7 @@ updates each parameter by itself.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,27 +18,31 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.census import states_per_parameter
 from teraplan.runtime.state import attachment
+from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.host_state import is_updated_on_host
 from teraplan.runtime.state.per_parameter import plain_step, updates_each_by_itself
 from teraplan.runtime.state.stand_in import Values, equal, stand_in, take_over, values_beside_state
 from teraplan.runtime.state.step_hooks import (
     called_once,
     calling,
+    hooks_of,
     is_nested,
     parameters_of,
     put_innermost,
     steps_another,
 )
 from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.update_needs import (
+    TEMPORARIES,
+    missing_bytes,
+    temporary_bytes,
+    tensors_of,
+)
 
 _MOST_BUCKETS = 64
 """About as many, if no tensor is large. Fewer have less to do with each other: one computes, one
 comes in, one goes out."""
-_STATES_OF_UNKNOWN = 2
-TEMPORARIES = 2
-"""Tensors of a parameter's size that AdamW makes on the way; of others none makes more."""
 
 Optimizer = torch.optim.Optimizer
 
@@ -54,13 +58,19 @@ class _Step:
     using: ExitStack = field(default_factory=ExitStack)
     bucket: Optimizer | None = None
     values: Values | None = None
-    """What the first bucket has left beside `state`."""
+    """What the first update has left beside `state`."""
 
 
 class OptimizerSteps:
     """The steps of all optimizers that update parameters of one training state."""
 
-    def __init__(self, state: TrainingState, make_room: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        make_room: Callable[[int], None],
+        *,
+        at_gradients: bool = False,
+    ) -> None:
         self._state = state
         self._make_room = make_room
         """Called with the bytes that an update takes for a moment."""
@@ -69,12 +79,16 @@ class OptimizerSteps:
         self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._draws_nothing: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose last step has used no random numbers."""
+        self.at_gradients = GradientUpdates(state, make_room) if at_gradients else None
+        """What is updated in the backward already."""
+        state.at_gradients = self.at_gradients
         hook = calling(weakref.ref(self), "_before_hooks")
         self._hook = torch_optimizer.register_optimizer_step_pre_hook(hook)
         _alive.add(self)
 
     def close(self) -> None:
         """Leave all optimizers alone from now on."""
+        self._state.at_gradients = None
         for optimizer in list(self._steps):
             self._end(optimizer)
         self._hook.remove()
@@ -120,13 +134,17 @@ class OptimizerSteps:
         return ours
 
     def _hooked(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
-        names = ("_before", "_after", "take_in")
-        before, after, loaded = (calling(weakref.ref(self), name) for name in names)
+        before, after, loaded = hooks_of(self, attachment.REMEDY)
         return (
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
             optimizer.register_load_state_dict_post_hook(loaded),
         )
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        if self.at_gradients is not None:
+            self.at_gradients.forget(optimizer)
+        self.take_in(optimizer)
 
     def _unhook(self, optimizer: Optimizer) -> None:
         for handle in self._handles.pop(optimizer, ()):
@@ -140,11 +158,12 @@ class OptimizerSteps:
         self._state.arena.user_may_have_run()
         args, kwargs = called_once(args, kwargs)
         self._state.arena.user_may_have_run()  # a closure may end with anything, such as clipping
+        updated, values = self._updated(optimizer, args[1:], kwargs)
         self._try(optimizer, args[1:], kwargs)
-        step = _Step(args[0], torch.get_rng_state())
+        step = _Step(args[0], torch.get_rng_state(), values=values)
         self._steps[optimizer] = step
         try:
-            buckets = self._buckets(optimizer, step.optimizer)
+            buckets = self._buckets(optimizer, step.optimizer, updated)
             self._make_room(TEMPORARIES * max(p.nbytes for p in parameters_of(optimizer)))
             self._run(step, buckets[:-1], args[1:], kwargs)
             step.bucket = self._bring(step, buckets[-1])
@@ -152,6 +171,14 @@ class OptimizerSteps:
             self._end(optimizer)
             raise
         return (step.bucket, *args[1:]), kwargs
+
+    def _updated(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[frozenset[int], Values | None]:
+        """What the backward has updated, by identity, and what that has left beside `state`."""
+        if self.at_gradients is None:
+            return frozenset(), None
+        return self.at_gradients.before_step(optimizer, args, kwargs)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if is_nested(optimizer) or optimizer not in self._steps:
@@ -163,10 +190,13 @@ class OptimizerSteps:
             take_over(step.optimizer, step.bucket)
         finally:
             self._end(optimizer)
-        if torch.equal(step.random, torch.get_rng_state()):
-            self._draws_nothing.add(optimizer)
-        else:
+        draws = not torch.equal(step.random, torch.get_rng_state())
+        if draws:
             self._draws_nothing.discard(optimizer)
+        else:
+            self._draws_nothing.add(optimizer)
+        if self.at_gradients is not None:
+            self.at_gradients.after_step(optimizer, draws_random_numbers=draws)
 
     def _end(self, optimizer: Optimizer) -> None:
         """The last bucket is done, or never will be."""
@@ -221,10 +251,8 @@ class OptimizerSteps:
     def _bring(self, step: _Step, bucket: set[int]) -> Optimizer:
         """The optimizer with this bucket alone, all of whose tensors are in memory."""
         made = stand_in(step.optimizer, bucket)
-        tensors = _tensors(made, parameters_of(made))
-        self._state.expect(
-            sum(_missing_bytes(made).values()), temporary_bytes=_temporary_bytes(made)
-        )
+        tensors = tensors_of(made, parameters_of(made))
+        self._state.expect(sum(missing_bytes(made).values()), temporary_bytes=temporary_bytes(made))
         step.using.enter_context(self._state.using(tensors, writes=True))
         return made
 
@@ -235,7 +263,7 @@ class OptimizerSteps:
             if self._is_ours(parameter) and parameter in optimizer.state:
                 self._state.adopt_state(optimizer.state[parameter])
 
-    def _buckets(self, optimizer: Optimizer, left: Optimizer) -> list[set[int]]:
+    def _buckets(self, optimizer: Optimizer, left: Optimizer, updated: Set[int]) -> list[set[int]]:
         """Identities of the parameters of each bucket, those of the last layers first.
 
         What the next forward needs first is then used last, and still in memory. A bucket takes as
@@ -245,13 +273,14 @@ class OptimizerSteps:
         Args:
             optimizer: the user's.
             left: it, or a stand-in with those of its parameters that are left to be updated.
+            updated: identities of those that have been updated in the backward.
         """
-        parameters = list(parameters_of(left))
-        missing = _missing_bytes(optimizer)
+        parameters = [p for p in parameters_of(left) if id(p) not in updated]
+        missing = missing_bytes(optimizer)
         if not self._order_matters(optimizer):
             parameters.reverse()
         sizes = [
-            sum(t.nbytes for t in _tensors(optimizer, [p])) + missing.get(id(p), 0)
+            sum(t.nbytes for t in tensors_of(optimizer, [p])) + missing.get(id(p), 0)
             for p in parameters
         ]
         limit = max([sum(sizes) // _MOST_BUCKETS, *sizes])
@@ -280,36 +309,6 @@ class OptimizerSteps:
         return (
             parameter.layout == torch.strided and self._state.arena.block_of(parameter) is not None
         )
-
-
-def _tensors(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """All that a step uses of `parameters`; none for those that it leaves out."""
-    found: list[torch.Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        found += [parameter, parameter.grad]
-        state = optimizer.state.get(parameter, {})
-        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return [tensor for tensor in found if tensor.layout == torch.strided]
-
-
-def _missing_bytes(optimizer: Optimizer) -> dict[int, int]:
-    """Bytes of the state that the step will make, by identity of the parameter."""
-    missing: dict[int, int] = {}
-    for group in optimizer.param_groups:
-        count = states_per_parameter(optimizer, group, unknown=_STATES_OF_UNKNOWN)
-        for parameter in group["params"]:
-            if parameter.grad is not None and parameter not in optimizer.state:
-                missing[id(parameter)] = count * parameter.nbytes
-    return missing
-
-
-def _temporary_bytes(optimizer: Optimizer) -> int:
-    """What a step over the parameters in `param_groups` allocates for all of them at once."""
-    several = (group["params"] for group in optimizer.param_groups if group.get("foreach"))
-    nbytes: int = TEMPORARIES * sum(p.nbytes for parameters in several for p in parameters)
-    return nbytes
 
 
 _alive: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()

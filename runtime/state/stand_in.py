@@ -9,7 +9,9 @@ was before the first.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,23 @@ def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
     ]
     _stand_ins.add(made)
     return made
+
+
+@contextmanager
+def own_state(made: Optimizer) -> Iterator[Optimizer]:
+    """Within it a stand-in has the state of its own parameters alone, which stays the user's.
+
+    For a step that runs beside another thread's: one that goes through all of `state` would change
+    what the other works on.
+    """
+    everything = made.state
+    own = (p for group in made.param_groups for p in group["params"] if p in everything)
+    made.state = defaultdict(dict, ((p, everything[p]) for p in own))
+    try:
+        yield made
+    finally:
+        everything.update(made.state)
+        made.state = everything
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:

@@ -8,9 +8,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
+from teraplan.errors import UnsupportedError
 from teraplan.runtime.state.stand_in import is_stand_in
+from teraplan.runtime.untraced import untraced
 
 Optimizer = torch.optim.Optimizer
 
@@ -87,10 +90,33 @@ def called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dic
 
 
 def calling(owner: "weakref.ref[Any]", method: str) -> Callable[..., Any]:
-    """A hook that keeps its owner alive no longer than others do."""
+    """A hook that keeps its owner alive no longer than others do; Dynamo does not look into it."""
 
     def hook(*args: Any) -> Any:  # noqa: ANN401
         alive = owner()
         return getattr(alive, method)(*args) if alive is not None else None
 
-    return hook
+    return untraced(hook)
+
+
+Hook = Callable[..., Any]
+
+
+def hooks_of(owner: object, remedy: str) -> tuple[Hook, Hook, Hook]:
+    """What calls `_before`, `_after` and `_loaded` of `owner` at an optimizer's step and loading.
+
+    The first raises an UnsupportedError in code that `torch.compile` compiles: it would compile
+    what is left to the user's call anew in each step, and round otherwise than the parts before.
+    """
+    names = ("_before", "_after", "_loaded")
+    before, after, loaded = (calling(weakref.ref(owner), name) for name in names)
+
+    def plain_before(optimizer: Optimizer, *args: Any) -> Any:  # noqa: ANN401
+        if callable(get_eval_frame_callback()):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step() is called by code that torch.compile compiles, "
+                f"which is not possible where it runs in parts: call it outside, or {remedy}"
+            )
+        return before(optimizer, *args)
+
+    return untraced(plain_before, recursive=False), after, loaded

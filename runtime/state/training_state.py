@@ -18,11 +18,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.pages import round_up
 from teraplan.runtime.state.arena import StateArena
+from teraplan.runtime.state.at_gradients import AtGradients
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.lease import span_nbytes
+from teraplan.runtime.state.movable import is_movable, is_shared
 from teraplan.runtime.state.trimmer import Trimmer
 from teraplan.runtime.storage import Storage
+from teraplan.runtime.untraced import untraced
 from teraplan.step_trace import TensorKind
 
 
@@ -72,6 +75,8 @@ class TrainingState:
         """The graph that runs, or has run last, is one whose steps have sites."""
         self.make_room: Callable[[int], object] | None = None
         """Gives back memory that nobody uses, where a plan divides the budget."""
+        self.at_gradients: AtGradients | None = None
+        """Set where parameters may be updated in the backward."""
         self._follows_plan = False
         self._trimmer = Trimmer(self.arena)
         self._leaves: frozenset[int] = frozenset()
@@ -111,7 +116,7 @@ class TrainingState:
 
     def _adopt_parameter(self, parameter: torch.Tensor) -> None:
         if self.arena.block_of(parameter) is None:
-            if _is_shared(parameter):
+            if is_shared(parameter):
                 self._shared[parameter] = parameter.data_ptr()
                 return
             parameter.data = self._copy(parameter.data, TensorKind.PARAMETER, "parameter")
@@ -197,13 +202,15 @@ class TrainingState:
 
     def _begin_step(self) -> None:
         arena = self.arena
-        now = Traffic(arena.written_bytes, arena.read_bytes, arena.waited_ns)
+        now = Traffic(arena.log.written_bytes, arena.log.read_bytes, arena.waited_ns)
         self.last_step, self._before = now - self._before, now
         changed = arena.timeline.begin_step()
         if changed or self._leaves_limit != self.limit_bytes:
             self._leaves_limit = self.limit_bytes
             self._leaves = departures(arena.timeline.past, arena.sizes, self.limit_bytes)
         self._num_gradients = 0
+        if self.at_gradients is not None:
+            self.at_gradients.begin_step()
 
     def follow_plan(self, follows: bool) -> None:
         """From now on a plan says what leaves and comes back, and how much memory there is; or not.
@@ -239,6 +246,8 @@ class TrainingState:
         if block is None:
             self._note_stray(parameter)
             return
+        if self.at_gradients is not None:
+            self.at_gradients.used(block, in_step=self.in_step)
         self._use([block])
 
     def release(self, parameter: torch.Tensor) -> None:
@@ -247,10 +256,20 @@ class TrainingState:
         if block is not None:
             self._end_use([block])
 
-    def settle(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A copy of the gradient that may leave memory at once."""
+    def settle(self, gradient: torch.Tensor, parameter: torch.Tensor | None = None) -> torch.Tensor:
+        """A copy of the gradient that may leave memory at once.
+
+        Args:
+            gradient: complete as far as one graph is concerned.
+            parameter: whose gradient it is, where the graph has no more use for that; if it is
+                updated now, what comes back only stands for the gradient.
+        """
         if self._closed:
             return gradient.clone()
+        if parameter is not None and self.at_gradients is not None:
+            taken = self.at_gradients.settle(parameter, gradient)
+            if taken is not None:
+                return taken
         made: list[torch.Tensor] = []
 
         def make() -> Block:
@@ -343,13 +362,16 @@ class TrainingState:
                 if alive is not None and not alive._closed:
                     alive._end_use([block])
             gradient = owner.grad
-            if alive is None or alive._closed or gradient is None or not is_movable(gradient):
+            if alive is None or alive._closed or gradient is None:
                 return
-            if alive.arena.block_of(gradient) is None:
+            if is_movable(gradient) and alive.arena.block_of(gradient) is None:
                 owner.grad = alive.settle(gradient)
+            if alive.at_gradients is not None:
+                alive.at_gradients.arrived(owner)
 
-        parameter.register_hook(before)  # type: ignore[no-untyped-call]
-        parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+        # A compiled function of the user may call `backward`.
+        parameter.register_hook(untraced(before))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(untraced(after))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """End all I/O; what is away stays readable."""
@@ -360,35 +382,3 @@ class TrainingState:
 
 _alive: "weakref.WeakSet[TrainingState]" = weakref.WeakSet()
 """A graph that saves nothing has nothing in its hands that tells whose it is."""
-
-
-def is_movable(tensor: torch.Tensor) -> bool:
-    """True if the tensor is worth moving and its memory can be anywhere."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.storage_offset() == 0
-        and span_nbytes(tensor) >= MIN_SLOT_BYTES
-        and span_nbytes(tensor) == tensor.nbytes
-        and _whole_storage(tensor)
-    )
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    """True if a view, another parameter, an array or another process has its memory, too."""
-    storage = tensor.untyped_storage()
-    holders: int = torch._C._storage_Use_Count(storage._cdata)
-    return holders > _HOLDERS or storage.is_shared()
-
-
-_HOLDERS = 2
-"""The tensor and the object that Python has of its storage."""
-
-
-def _whole_storage(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() <= tensor.nbytes + _SLACK_BYTES
-
-
-_SLACK_BYTES = 4096

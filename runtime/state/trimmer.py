@@ -4,10 +4,11 @@ Reading all gradients to clip them, or all weights to average them, maps page af
 spill file into this process. A thread looks at how much has come and takes it out again.
 """
 
+import os
 import threading
 import weakref
 
-from teraplan.runtime import process_memory
+from teraplan.runtime import pages, process_memory
 from teraplan.runtime.state.arena import StateArena
 
 _PERIOD_S = 0.01
@@ -42,6 +43,28 @@ def _run(reference: "weakref.ref[StateArena]", closed: threading.Event) -> None:
         arena = reference()
         if arena is None:
             return
-        arena.drop_touched(now - usual)
+        _drop_touched(arena, now - usual)
         del arena
         usual = process_memory.mapped_file_bytes()
+
+
+def _drop_touched(arena: StateArena, nbytes: int) -> None:
+    """Take what user code has touched of blocks that are away out of memory again.
+
+    Looks for about `nbytes`, first where such bytes were found the last time: whoever reads all of
+    the state reads it in order.
+    """
+    with arena.lock:
+        for _ in range(len(arena.shown)):
+            block = next(iter(arena.shown))
+            found = pages.touched_bytes(block.address, block.nbytes)
+            if found:
+                block.touched = True
+                pages.drop_mapped(block.address, block.nbytes)
+                assert block.record is not None
+                for fd, offset, length in arena.storage.pieces(block.record):
+                    os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+                nbytes -= found
+                if nbytes <= 0:
+                    return
+            arena.shown.move_to_end(block)

@@ -10,9 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from os import posix_fallocate
 
-import xxhash
-
-from teraplan.runtime.storage.memory import view
+from teraplan.runtime.storage.memory import digest
 
 _log = logging.getLogger(__name__)
 _CANNOT_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
@@ -53,7 +51,7 @@ class Arena(ABC):
 
     def checksum(self, address: int, nbytes: int) -> int:
         """64-bit fingerprint of memory [address, address + nbytes)."""
-        return xxhash.xxh3_64_intdigest(view(address, nbytes))
+        return digest(address, nbytes)
 
     def grow(self, size_bytes: int, nbytes: int) -> None:
         """Makes the file of `size_bytes` longer by `nbytes`, with blocks behind it.

@@ -5,6 +5,8 @@ import mmap
 from collections.abc import Callable
 from typing import cast
 
+import xxhash
+
 _PYBUF_WRITE = 0x200
 
 # PyMemoryView_FromMemory makes a plain byte view without copying and without making a new ctypes
@@ -22,6 +24,11 @@ def view(address: int, nbytes: int) -> memoryview:
     The view owns nothing: the caller keeps the memory alive while the view is used.
     """
     return _from_memory(address, nbytes, _PYBUF_WRITE)
+
+
+def digest(address: int, nbytes: int) -> int:
+    """XXH3 of host memory, 64 bits: at 20 to 25 GB/s as fast as memory."""
+    return xxhash.xxh3_64_intdigest(view(address, nbytes))
 
 
 def copy_out(address: int, nbytes: int) -> bytes:

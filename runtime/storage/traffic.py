@@ -9,7 +9,6 @@ write ends, so no order of calls can dead-lock. A chunk that one store cannot wr
 its bytes are in memory until its transfer is done.
 """
 
-import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -326,17 +325,7 @@ class Traffic:
         except StorageError:
             return False
         record.places[chunk.index] = where
-        again = dataclasses.replace(
-            chunk,
-            place=where,
-            taken=False,
-            start_ns=0,
-            abandoned=False,
-            owner=None,
-            was_moved=True,
-            failed_in=failed_in,
-        )
-        self.stores[where.store].add(transfer, [again])
+        self.stores[where.store].add(transfer, [chunk.moved(where, failed_in)])
         return True
 
     def _leave_stuck_stores(self, deadline_s: float, idle_s: float) -> None:

@@ -218,3 +218,17 @@ class Chunk:
     """It was to be written to another store at first."""
     failed_in: frozenset[int] = frozenset()
     """Stores that could not write it."""
+
+    def moved(self, place: Place, failed_in: frozenset[int]) -> "Chunk":
+        """The same bytes, to be written at another place since these stores could not."""
+        return Chunk(
+            transfer=self.transfer,
+            record=self.record,
+            index=self.index,
+            record_address=self.record_address,
+            address=self.address,
+            place=place,
+            nbytes=self.nbytes,
+            was_moved=True,
+            failed_in=failed_in,
+        )

@@ -4,13 +4,22 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.models import gpt
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.session import Session
 from tests.end_to_end.moving import adamw, budget_beside_others, states
-from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, run, sessions
+from tests.end_to_end.training import (
+    MLP,
+    UNLIMITED,
+    Program,
+    Run,
+    assert_same,
+    run,
+    sessions,
+    training,
+)
 
 CONFIG = gpt.GPTConfig(num_layers=2, width=128, context=64)
 BATCH = 8
@@ -23,7 +32,7 @@ STATE_BYTES = 4 * MODEL_BYTES
 """With gradients and what AdamW keeps."""
 
 
-def training(steps: int, *, accumulate: int = 1) -> Program:
+def training_gpt(steps: int, *, accumulate: int = 1) -> Program:
     def program(this: Run) -> None:
         net = gpt.build(CONFIG)
         this.compile(net)
@@ -51,7 +60,8 @@ def moves() -> bool:
 
 def without_ops(this: Run) -> bool:
     """True if a graph runs on that knows nothing of state that moves."""
-    return any("before the training state started to move" in f for f in this.final.fallbacks)
+    fallbacks = this.statuses[-1].fallbacks
+    return any("before the training state started to move" in f for f in fallbacks)
 
 
 def within(program: Program, budget: int, **options: object) -> Run:
@@ -91,37 +101,37 @@ def check_all(program: Program, fractions: tuple[float, ...], **options: object)
 
 
 def test_all_budgets_from_the_least_on_work() -> None:
-    check_all(training(6), (0, 0.45, 1.1))
+    check_all(training_gpt(6), (0, 0.45, 1.1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "fractions"),
     [
-        ("aot_eager", (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.1)),
+        ("aot_eager", (0, 0.1, 0.3, 0.5, 0.7, 1.1)),
         ("inductor", (0, 0.3, 0.5, 1.1)),
     ],
 )
 def test_a_sweep_of_budgets(kernels: str, fractions: tuple[float, ...]) -> None:
-    check_all(training(20), fractions, kernels=kernels)
+    check_all(training_gpt(20), fractions, kernels=kernels)
 
 
 def test_a_budget_for_the_state_alone_lets_it_move() -> None:
     """It holds the state, but nothing beside it."""
-    limited = within(training(4), STATE_BYTES + MIB // 2)
+    limited = within(training_gpt(4), STATE_BYTES + MIB // 2)
     assert moves()
-    assert_same(run(training(4), device_budget=UNLIMITED), limited)
+    assert_same(run(training_gpt(4), device_budget=UNLIMITED), limited)
 
 
 @pytest.mark.slow
 def test_state_starts_to_move_when_a_step_takes_more_than_the_graphs_tell() -> None:
     """Gradients of two micro-batches are there at once; no graph knows of the other's."""
-    program = training(6, accumulate=2)
+    program = training_gpt(6, accumulate=2)
     reference = run(program, device_budget=UNLIMITED)
     budgets: list[int] = []
 
     def one_graph(this: Run) -> None:
-        training(1)(this)
+        training_gpt(1)(this)
         budgets.append(session()._shares.forecast.least_bytes)
 
     run(one_graph, device_budget=UNLIMITED)
@@ -146,29 +156,19 @@ class InTwoGraphs(MLP):
         return x.square().mean()
 
 
-def stepping(net: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor]]) -> Program:
-    def program(this: Run) -> None:
-        model = net()
-        this.compile(model)
-        optimizer = adamw(model.parameters())
-        for step in range(9):
-            loss = model(*batch(step))
-            torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
-
-    return program
-
-
 @pytest.mark.slow
 def test_a_later_graph_that_needs_more() -> None:
     """Seen when it is compiled: from the next step on the state moves."""
     sizes = MLP(width=192, depth=6, rows=1024)
-    program = stepping(lambda: InTwoGraphs(width=192, depth=6, rows=1024), sizes.batch)
+    program = training(
+        lambda: InTwoGraphs(width=192, depth=6, rows=1024),
+        sizes.batch,
+        steps=9,
+        make_optimizer=adamw,
+    )
     reference = run(program, device_budget=UNLIMITED)
     state = 4 * 4 * 192 * 193 * 6
-    limited = within(program, state + 6 * MIB)
+    limited = within(program, state + 5 * MIB)
     assert moves()
     assert not without_ops(limited)
     assert_same(reference, limited)
@@ -200,6 +200,6 @@ def test_sizes_that_vary_and_state_that_starts_to_move() -> None:
 
 def test_percent_of_the_peak_let_no_state_move() -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
-        run(training(4), device_budget="30%")
+        run(training_gpt(4), device_budget="30%")
     assert not moves()
     assert 'training_state="moves"' in caught.value.__notes__[0]

@@ -69,6 +69,10 @@ def test_predictions_follow_what_planned_steps_take() -> None:
             assert session.status().stall_ns == 0, "of the step before"
         _make_out(session, 1.5)
         assert _lesson(session).plan is None, "not for ever"
+        took_ns = _make_out(session, 0.5)
+        plan = _lesson(session).plan
+        assert plan is not None, "what was slow is over"
+        assert 0.9 * took_ns < plan.prediction.step_ns < 1.1 * took_ns
 
     _after_training(check)
 
@@ -130,6 +134,19 @@ def test_the_first_step_under_a_plan_is_no_measure() -> None:
         case.runs[0] = _with_duration(case.runs[0], 10 * took_ns)
         case.runs[1] = _with_duration(case.runs[1], 10 * took_ns)
         assert _lesson(session).plan is None
+
+    _after_training(check)
+
+
+def test_some_slow_steps_are_no_measure() -> None:
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        _nothing_learned(session)
+        took_ns = _make_out(session, 1.02)
+        case.runs[-3:] = [_with_duration(run, 10 * took_ns) for run in case.runs[-3:]]
+        assert _lesson(session).plan is None
+        case.runs[-4:] = [_with_duration(run, 10 * took_ns) for run in case.runs[-4:]]
+        assert _lesson(session).plan is not None, "most are slow"
 
     _after_training(check)
 

@@ -112,6 +112,28 @@ def test_micro_batches_of_different_sizes() -> None:
 
 
 @pytest.mark.slow
+def test_a_micro_batch_that_is_larger_than_planned() -> None:
+    """What the plan leaves for it is not enough; the step goes on with what it takes."""
+
+    def program(this: Run) -> None:
+        torch.manual_seed(1)
+        model = this.compile(MLP(), dynamic=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(9):
+            for rows in (1024, 4096 if step == 7 else 1025):
+                loss = model(*MLP(rows=rows).batch(step))
+                torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.5)
+    assert_same(reference, limited)
+    assert limited.statuses[-1].phase == "planned"
+
+
+@pytest.mark.slow
 def test_many_sizes() -> None:
     """Sequences of every length: most steps run without a plan, all with the right numbers."""
 

@@ -13,6 +13,7 @@ import torch
 from teraplan import backend
 from teraplan.errors import (
     ConfigError,
+    FallbackRefusedError,
     FileFormatError,
     InfeasibleBudgetError,
     InvalidPlanError,
@@ -58,6 +59,7 @@ def test_a_plan_with_updates_on_the_host_is_refused(tmp_path: Path) -> None:
         ({"policy": "none_such"}, ConfigError, "none_such"),
         ({"storage": "/no/such/directory"}, StorageUnusableError, "/no/such/directory"),
         ({"plan": "/no/such/plan.json"}, FileFormatError, "/no/such/plan.json"),
+        ({"report": "/dev/null/report"}, ConfigError, "/dev/null/report: Not a directory"),
     ],
 )
 def test_wrong_option(options: dict[str, object], error: type[TeraplanError], match: str) -> None:
@@ -72,6 +74,30 @@ def test_storage_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageUnusableError, match="file"):
         call({"storage": str(tmp_path / "file")})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_report_that_cannot_be_written_any_more(tmp_path: Path, strict: bool) -> None:
+    def losing(this: Run) -> None:
+        net = this.compile(MLP())
+        for step in range(6):
+            loss = net(*MLP().batch(step))
+            torch.autograd.backward(loss)
+            this.record(loss, net)
+            if step == 0:
+                (tmp_path / "report").rmdir()
+
+    options: dict[str, object] = {"report": str(tmp_path / "report"), "strict": strict}
+    if strict:
+        with pytest.raises(FallbackRefusedError, match=r"trace.json cannot be written: No such"):
+            run(losing, device_budget=UNLIMITED, **options)
+        return
+    limited = run(losing, device_budget=UNLIMITED, **options)
+    fallbacks = limited.final.fallbacks
+    assert [text.split("/")[-1] for text in fallbacks if "written" in text] == [
+        f"{what}.json cannot be written: No such file or directory"
+        for what in ("trace", "plan", "run")
+    ]
 
 
 def test_mode_has_no_meaning() -> None:

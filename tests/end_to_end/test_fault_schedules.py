@@ -68,7 +68,7 @@ def _kinds() -> Iterator[object]:
                 yield pytest.param(call, what, times, 1, id=f"every-{name}", marks=EXHAUSTIVE)
 
 
-@pytest.mark.parametrize(("call", "what", "times", "stride"), _kinds())
+@pytest.mark.parametrize(("call", "what", "times", "stride"), list(_kinds()))
 def test_fail_the_kth_operation(
     workload: FaultyTraining, call: str, what: int | str, times: int, stride: int
 ) -> None:

@@ -178,14 +178,73 @@ def test_input_changed_after_a_forward_whose_backward_never_runs(left: list[str]
 
 
 def test_backward_twice(left: list[str] | None) -> None:
-    """retain_graph=True is refused by name, by us or by AOTAutograd; the first gradients stand."""
+    """With retain_graph=True: what is saved is there until autograd lets go of it."""
     weight = random(256, 256)
     x = torch.randn(256, 256)
     function = lambda x, w: torch.sin(x * w)  # noqa: E731
+    expected = gradients(function, x, weight)
     loss = compiled(function)(x, weight).sum()
-    (first,) = torch.autograd.grad(loss, [weight], retain_graph=True)
-    assert bits([first]) == bits(gradients(function, x, weight))
-    with pytest.raises(UnsupportedError, match="retain_graph=True is not supported"):
+    for retain in (True, True, False):
+        got = torch.autograd.grad(loss, [weight], retain_graph=retain)
+        assert bits(got) == bits(expected)
+    assert held() == (False, False, False)
+
+
+def test_a_graph_that_is_kept_after_its_backward_ends_with_its_loss(
+    left: list[str] | None,
+) -> None:
+    weight = random(256, 256)
+    step = compiled(lambda w: torch.sin(w * w))
+    loss = step(weight).sum()
+    torch.autograd.backward(loss, retain_graph=True)
+    waits, *_ = held()
+    assert not waits, "the step cannot end"
+    del loss
+    assert held() == (False, False, False)
+
+
+@torch.library.custom_op("teraplan_tests::fail_once", mutates_args=())
+def _fail_once(x: Tensor) -> Tensor:
+    if _failures:
+        raise _failures.pop()
+    return x.clone()
+
+
+_failures: list[Exception] = []
+_fail_once.register_fake(torch.empty_like)
+_fail_once.register_autograd(lambda _, gradient: _fail_once(gradient))
+
+
+def test_a_backward_that_failed_half_way_can_be_repeated(left: list[str] | None) -> None:
+    weight = random(256, 256)
+    function = lambda w: torch.sin(_fail_once(torch.sin(w)))  # noqa: E731
+    expected = gradients(function, weight)
+    loss = compiled(function)(weight).sum()
+    _failures.append(_UserError())
+    with pytest.raises(_UserError):
+        torch.autograd.grad(loss, [weight], retain_graph=True)
+    assert bits(torch.autograd.grad(loss, [weight])) == bits(expected)
+    assert held() == (False, False, False)
+
+
+def test_hooks_that_copy_what_is_saved_are_refused() -> None:
+    weight = random(256, 256)
+    step = compiled(lambda w: torch.sin(w))
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        loss = step(weight).sum()
+    assert held() == (False, False, False)
+    with pytest.raises(UnsupportedError, match="has been copied, by hooks for saved tensors"):
+        torch.autograd.grad(loss, [weight])
+    with torch.autograd.graph.save_on_cpu():
+        loss = step(weight).sum()
+    assert bits(torch.autograd.grad(loss, [weight])) == bits(gradients(torch.sin, weight))
+
+
+def test_a_backward_after_its_session_was_closed(left: list[str] | None) -> None:
+    weight = random(256, 256)
+    loss = compiled(lambda w: torch.sin(w))(weight).sum()
+    session().close()
+    with pytest.raises(UnsupportedError, match="session has been closed"):
         torch.autograd.grad(loss, [weight])
 
 

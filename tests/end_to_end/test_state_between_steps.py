@@ -22,7 +22,7 @@ from tests.end_to_end.moving import (
     training,
     weight,
 )
-from tests.end_to_end.training import MLP, Run
+from tests.end_to_end.training import MLP, Run, sessions
 
 # -- code between steps ----------------------------------------------------------------------------
 
@@ -53,6 +53,34 @@ def test_averaged_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
     check(program, budget=5 << 20)
     assert len(set(map(float, averages))) == STEPS
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_memory_taken_between_steps_is_not_theirs(step: int) -> None:
+    """A checkpoint or an evaluation after the measured step, or after one under a plan."""
+
+    def between(net: MLP, _: torch.optim.Optimizer, now: int) -> None:
+        if now == step:
+            assert torch.ones(200 << 20, dtype=torch.uint8).sum() > len(net.layers)
+
+    this = run_moving(training(adamw, between=between))
+    assert 0 < max(s.actual_peak_bytes for s in this.statuses) < 100 << 20
+
+
+def test_a_step_that_begins_with_a_new_graph_is_not_measured() -> None:
+    """Its backward is compiled in it, which takes memory that later steps do not."""
+    measured: list[bool] = []
+
+    def between(net: MLP, _: torch.optim.Optimizer, step: int) -> None:
+        case = next(s.active for s in sessions() if s.active is not None)
+        measured.append(case.memory is not None)
+        if step == 2:
+            net.layers[0].requires_grad_(False)
+
+    run_moving(training(adamw, between=between))
+    assert measured[:2] == [False, False]
+    assert measured[3:5] == [False, False]
+    assert measured[5]
 
 
 class Decoder(MLP):

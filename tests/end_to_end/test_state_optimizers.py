@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import teraplan
 from teraplan.errors import UnsupportedError
 from tests.end_to_end.moving import (
+    LESS,
     STEPS,
     Optimizers,
     adamw,
@@ -21,7 +22,7 @@ from tests.end_to_end.moving import (
     states,
     training,
 )
-from tests.end_to_end.training import Run, sessions
+from tests.end_to_end.training import Run, assert_same, run, sessions
 
 
 class Lion(torch.optim.Optimizer):
@@ -44,7 +45,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def test_a_third_party_optimizer() -> None:
-    state = check(training(Lion))
+    state = check(training(Lion), budget=LESS)
     assert any("momentum" in block.label for block in state.arena.blocks.values())
 
 
@@ -74,7 +75,7 @@ def test_what_an_optimizer_counts_is_counted_once_in_a_step() -> None:
         made.append(Counting(parameters))
         return made[-1]
 
-    check(training(make))
+    check(training(make), budget=LESS)
     optimizer = made[-1]
     assert optimizer.count == optimizer.tensor == optimizer.param_groups[0]["steps"] == STEPS
     assert optimizer.log == list(range(STEPS + 1))
@@ -93,7 +94,7 @@ class Noisy(Lion):
 
 @pytest.mark.slow
 def test_random_numbers_are_drawn_in_the_same_order() -> None:
-    check(training(Noisy))
+    check(training(Noisy), budget=LESS)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -180,6 +181,41 @@ def test_lbfgs_is_refused_by_name() -> None:
         teraplan.attach(torch.optim.LBFGS(model().parameters()))
     with pytest.raises(UnsupportedError, match=message):
         run_moving(_lbfgs(lambda _: None), budget=16 << 20)
+
+
+def _compiled(optimizer_is: Callable[[torch.optim.Optimizer], object]) -> Callable[[Run], None]:
+    """The whole step is compiled: PyTorch compiles the optimizer's, too."""
+
+    def program(this: Run) -> None:
+        net = model(depth=3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+        optimizer_is(optimizer)
+
+        def train(x: Tensor) -> Tensor:
+            loss: Tensor = net(x)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            return loss
+
+        options: Any = this.options
+        compiled = torch.compile(train, backend="teraplan", options=options)
+        for step in range(4):
+            this.record(compiled(*net.batch(step)), net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    return program
+
+
+def test_a_compiled_step_is_refused_by_name() -> None:
+    message = r"SGD.step\(\) is called by code that torch.compile compiles.* teraplan.detach"
+    with pytest.raises(UnsupportedError, match=message):
+        run_moving(_compiled(lambda _: None))
+
+
+@pytest.mark.slow
+def test_a_compiled_step_detached() -> None:
+    program = _compiled(teraplan.detach)
+    assert_same(run(program, device_budget=100 << 30), run_moving(program))
 
 
 @pytest.mark.slow

@@ -104,11 +104,12 @@ def test_what_moves_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert names
     last = case.runs[-1]
     came = Counter(t.tensor for t in last.transfers if t.direction is Direction.BACK)
-    left = Counter(t.tensor for t in last.transfers if t.direction is Direction.OUT)
     assert came == Counter(names)
-    written = [n for n, m in zip(names, plan.migrations, strict=True) if not m.clean]
-    assert Counter(written) <= left
-    more = left - Counter(written)
+    # What leaves at the end of a step may have left in the next one.
+    left = {t.tensor for r in case.runs[-2:] for t in r.transfers if t.direction is Direction.OUT}
+    written = {n for n, m in zip(names, plan.migrations, strict=True) if not m.clean}
+    assert written <= left
+    more = left - written
     assert all(name.startswith("gradient") for name in more), "what is the user's after its update"
 
 

@@ -18,13 +18,14 @@ from tests.end_to_end.moving import (
     WIDTH,
     Optimizers,
     adamw,
+    budget_beside_others,
     check,
     model,
     run_moving,
     states,
     training,
 )
-from tests.end_to_end.training import MLP, Run, run, sessions
+from tests.end_to_end.training import MLP, Program, Run, run, sessions
 
 OPTIMIZERS: dict[str, Optimizers] = {
     "AdamW": adamw,
@@ -76,7 +77,7 @@ def test_frozen_parameters_are_written_once() -> None:
     frozen = 4 * WIDTH * WIDTH * 4
     trained = 2 * WIDTH * WIDTH * 4
     # Each step may write a parameter, its gradient and two states of what is trained.
-    assert state.arena.written_bytes <= frozen + 4 * trained * (STEPS + 1)
+    assert state.arena.log.written_bytes <= frozen + 4 * trained * (STEPS + 1)
     assert 0 < state.last_step.written_bytes <= 4 * trained
     assert state.last_step.read_bytes > state.last_step.written_bytes
 
@@ -331,3 +332,19 @@ def test_the_least_budget_is_that_of_state_and_rest_together() -> None:
     with pytest.raises(InfeasibleBudgetError, match="the training state moves in: set") as e:
         run(training(adamw), device_budget=1 << 20, training_state="moves")
     assert e.value.least_budget_bytes > 1 << 20
+
+
+def _least(program: Program, budget: int) -> int:
+    """What a refused budget names, beside what other runs have left."""
+    others = budget_beside_others(0)
+    with pytest.raises(InfeasibleBudgetError) as e:
+        run_moving(program, budget=budget)
+    return e.value.least_budget_bytes - others
+
+
+def test_the_least_budget_is_the_same_whatever_was_given() -> None:
+    """Also where a graph has nothing to move: few rows, and weights that are too small."""
+    program = training(adamw, make_model=lambda: MLP(width=96, depth=40, rows=8))
+    named = [_least(program, budget) for budget in (1 << 16, 3 << 20)]
+    assert abs(named[1] - named[0]) < 1 << 18
+    run_moving(program, budget=max(named))

@@ -5,7 +5,7 @@ import pytest
 from teraplan.errors import InfeasibleBudgetError
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 
-PROGRAM = training(lambda: MLP(rows=8192), MLP(rows=8192).batch, steps=6)
+PROGRAM = training(lambda: MLP(rows=8192), MLP(rows=8192).batch, steps=10)
 
 
 def test_the_status_shows_what_was_written_and_the_share_of_the_endurance() -> None:

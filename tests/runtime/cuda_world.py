@@ -1,6 +1,7 @@
 """A CUDA device over fake streams and a real disk, for tests."""
 
 import ctypes
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,14 @@ from teraplan.runtime.device import Arrival, Copy
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.runtime.storage.store import Workers
 from teraplan.units import MIB
-from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_cuda import FakeCuda, FakeStream
 
 STAGING = 4 * MIB
 """Two slots of 1 MiB in each direction."""
+LARGE = 5 * MIB + 1234
+"""More than all the slots of one direction."""
+PHASES = ("computing", "copying", "writing", "there", "coming back")
+"""Of a tensor that leaves and comes back, see `World.drop_when`."""
 THREE_WORKERS = Workers((Direction.BACK, Direction.OUT, Direction.BACK))
 """The same on every machine, so that writes can be held while reads go on."""
 
@@ -119,6 +124,36 @@ class World:
         if staging is None:
             return 0
         return sum(pool.limit_bytes - pool.free_bytes for pool in (staging.writes, staging.reads))
+
+    def copy_stream(self, direction: Direction) -> FakeStream:
+        """The stream that copies between the device and staging memory."""
+        staging = self.device.staging
+        assert staging is not None
+        stream = staging.streams[0 if direction is Direction.OUT else 1]
+        assert isinstance(stream, FakeStream)
+        return stream
+
+    def drop_when(self, phase: str, start: Callable[[], Copy]) -> None:
+        """Drop the copy that `start` starts to make when it has come to one of `PHASES`."""
+        side = self.copy_stream(Direction.OUT)
+        if phase == "computing":
+            self.cuda.compute.gate.clear()
+        if phase == "copying":
+            side.gate.clear()
+        if phase in ("writing", "copying"):
+            self.storage_gate.clear()
+        copy = start()
+        if phase in ("there", "coming back"):
+            copy.wait_out()
+        arrival = self.device.start_back(copy) if phase == "coming back" else None
+        del arrival
+        copy.drop()
+        copy.drop()
+        for gate in (self.cuda.compute.gate, side.gate, self.storage_gate):
+            gate.set()
+        del copy
+        self.settle()
+        gc.collect()
 
     def _gated_write(self, address: int, nbytes: int, offset: int) -> None:
         self.num_writes += 1

@@ -106,15 +106,20 @@ def saved_of(tensor: torch.Tensor) -> Saved:
     )
 
 
+def moving(device: CpuDevice) -> tuple[Mover, Saved, torch.Tensor]:
+    """A saved tensor, what has it, and its values."""
+    mover = Mover(device)
+    saved = saved_of(numbers(device, pooled=True))
+    assert saved.tensor is not None
+    mover.add(saved)
+    return mover, saved, saved.tensor.clone()
+
+
 @pytest.mark.parametrize("host_bytes", [MIB, HOST_BUDGET + MIB])
 def test_a_tensor_leaves_in_two_parts_or_whole_where_one_has_no_room(
     device: CpuDevice, host_bytes: int
 ) -> None:
-    mover = Mover(device)
-    saved = saved_of(numbers(device, pooled=True))
-    assert saved.tensor is not None
-    expected = saved.tensor.clone()
-    mover.add(saved)
+    mover, saved, expected = moving(device)
     mover.start_leaving(saved, Tier.STORAGE, host_bytes)
     mover.finish_leaving(saved)
     assert not saved.resident
@@ -135,11 +140,7 @@ def test_a_tensor_leaves_in_two_parts_or_whole_where_one_has_no_room(
 def test_a_failed_write_leaves_the_tensor_whole_and_nothing_behind(
     device: CpuDevice, at: int
 ) -> None:
-    mover = Mover(device)
-    saved = saved_of(numbers(device, pooled=True))
-    assert saved.tensor is not None
-    expected = saved.tensor.clone()
-    mover.add(saved)
+    mover, saved, expected = moving(device)
     with injected(Fault(call="write", what=errno.EIO, at=at, times=1 << 30)) as calls:
         mover.start_leaving(saved, Tier.STORAGE, MIB)
         mover.finish_leaving(saved)

@@ -73,8 +73,8 @@ def test_unchanged_bytes_are_written_once(arena: StateArena) -> None:
         for _, block in tensors:
             arena.use(block)
             arena.done(block, leaves=True)
-    assert arena.written_bytes == 12 * MIB
-    assert arena.read_bytes >= 2 * 12 * MIB
+    assert arena.log.written_bytes == 12 * MIB
+    assert arena.log.read_bytes >= 2 * 12 * MIB
 
 
 def test_any_change_is_written_whoever_makes_it(arena: StateArena) -> None:
@@ -91,7 +91,7 @@ def test_any_change_is_written_whoever_makes_it(arena: StateArena) -> None:
     assert tensor[-1] == 5.0
     arena.use(block)
     assert tensor[-1] == 5.0
-    assert arena.written_bytes == 2 * MIB
+    assert arena.log.written_bytes == 2 * MIB
 
 
 def away(arena: StateArena, number: int) -> tuple[Tensor, Block]:

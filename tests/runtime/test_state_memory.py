@@ -28,6 +28,25 @@ for _ in range(20):
 print(watch.nbytes - before)
 """
 
+HOLES = """
+import torch
+from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.process_memory import PeakWatch, resident_bytes
+
+malloc = Malloc()
+malloc.keep_for_reuse()
+kept = []
+for _ in range(12):
+    blocks = [torch.ones(1 << 20) for _ in range(4)]
+    kept += [torch.ones(10) for _ in range(20)]
+del blocks
+malloc.map_large()
+before, watch = resident_bytes(), PeakWatch()
+for _ in range(20):
+    kept.append([torch.ones(1 << 20)[:1].clone() for _ in range(4)])
+print(watch.nbytes - before)
+"""
+
 FIRST_UPDATE = """
 import tempfile
 from pathlib import Path
@@ -67,6 +86,11 @@ def printed(code: str) -> int:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPO, check=True, stdout=subprocess.PIPE, text=True)
     return int(done.stdout.split()[-1])
+
+
+def test_holes_that_the_heap_has_already_are_not_used() -> None:
+    """Blocks of 4 MiB, one at a time: on the heap each took another place."""
+    assert printed(HOLES) < 8 * MIB
 
 
 def test_temporaries_of_updates_leave_nothing_behind() -> None:

@@ -313,3 +313,11 @@ def test_wrong_host_updates(value: object) -> None:
 def test_host_updates_need_a_host_budget_in_bytes() -> None:
     with pytest.raises(ConfigError, match=r"host_budget 50% .* set host_budget to a size"):
         Config.resolve({"host_updates": 0.5, "host_budget": "50%"}, {})
+
+
+def test_updates_are_in_the_backward_or_on_the_host() -> None:
+    assert Config.resolve({}, {"TERAPLAN_UPDATE": "gradient"}).update == "gradient"
+    with pytest.raises(ConfigError, match=r"option update: 'never' .* one of step, gradient"):
+        Config.resolve({"update": "never"}, {})
+    with pytest.raises(ConfigError, match=r"host_updates 0.5 is in the step; set one of them"):
+        Config.resolve({"update": "gradient", "host_updates": 0.5}, {})

@@ -1,0 +1,33 @@
+"""Tells by digests whether a block's bytes are those that were written to its record."""
+
+import ctypes
+
+from teraplan.errors import IntegrityError
+from teraplan.runtime import pages
+from teraplan.runtime.state.block import Block
+from teraplan.runtime.storage.memory import digest
+from teraplan.units import format_nbytes
+
+
+def is_as_written(block: Block) -> bool:
+    """True if a block in memory has the bytes that its record got."""
+    return digest(block.address, block.nbytes) == block.digest
+
+
+def check_landed(block: Block) -> None:
+    """See that what has come back is what left, or what has been written there since.
+
+    Raises:
+        IntegrityError: it is neither.
+    """
+    touched = block.touched or bool(pages.touched_bytes(block.address, block.nbytes))
+    if touched:  # perhaps after the read, and the mapping always has the latest
+        ctypes.memmove(block.landing, block.address, block.nbytes)
+    found = digest(block.landing, block.nbytes)
+    block.changed = found != block.digest
+    if block.changed and not touched:
+        raise IntegrityError(
+            f"{block.label}: {format_nbytes(block.nbytes)} came back changed from the spill "
+            f"file (digest {found:016x}, written {block.digest:016x}); the disk, its driver "
+            "or the memory is faulty"
+        )

@@ -1,0 +1,125 @@
+"""Watches one plain step of an optimizer: could its parameters have been updated in the backward?
+
+    settle      what a graph has computed        is all of the gradient
+    arrived     p.grad after the backward        nobody has added to it
+    end         p.grad, p, param_groups before   nobody has changed them since
+                the optimizer's own step
+
+Bytes are compared by digests, so whoever changes something is seen, however it is done.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from teraplan.runtime.state.movable import is_movable
+from teraplan.runtime.state.stand_in import Values, equal, values_beside_state
+from teraplan.runtime.storage.memory import digest
+
+Optimizer = torch.optim.Optimizer
+
+BETWEEN = "between the backward and the optimizer's step"
+_ADDED = (
+    "gradients are added to others (several backwards for a step, or zero_grad(set_to_none=False))"
+)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Digests of one parameter's gradients in the step."""
+
+    settled: list[int] = field(default_factory=list[int])
+    arrived: list[int] = field(default_factory=list[int])
+    value: int = 0
+    """Digest of the parameter when its gradient arrived."""
+
+
+class Rehearsal:
+    """One step; `reason` says why not, as soon as it is known."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._values: Values | None = None
+        self._seen = WeakIdKeyDictionary()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a gradient has arrived."""
+        return self._values is not None
+
+    def refuse(self, reason: str) -> None:
+        """It could not have been; the first reason counts."""
+        self.reason = self.reason or reason
+
+    def settle(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A graph has computed a gradient."""
+        if parameter.grad is not None:
+            self.refuse(_ADDED)
+        self._of(parameter).settled.append(_digest(as_gradient_of(parameter, gradient)))
+
+    def arrived(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """The backward has given the parameter its gradient."""
+        if self._values is None:
+            self._values = values_beside_state(optimizer)
+        seen = self._of(parameter)
+        if parameter.grad is not None and is_movable(parameter.grad):
+            seen.arrived.append(_digest(parameter.grad))
+            seen.value = _digest(parameter)
+
+    def end(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """The optimizer's own step begins; returns what it could have updated before."""
+        for reason in self._reasons(optimizer, args, kwargs):
+            self.refuse(reason)
+        return [p for p in self._seen if self._of(p).settled == self._of(p).arrived]
+
+    def _reasons(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[str]:
+        if is_given_more(args, kwargs):
+            yield "its step is given arguments that are no closure"
+        if torch.is_autocast_enabled("cpu"):
+            yield "its step runs under autocast"
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            yield "it is differentiable"
+        if getattr(optimizer, "grad_scale", None) is not None:
+            yield "a GradScaler is used"
+        if self._values is not None and not equal(self._values, values_beside_state(optimizer)):
+            yield f"param_groups, such as the learning rate, are changed {BETWEEN}"
+        for parameter in self._seen:
+            seen = self._of(parameter)
+            if len(seen.arrived) > 1:
+                yield _ADDED
+            if seen.arrived and (parameter.grad is None or not is_movable(parameter.grad)):
+                yield f"gradients are dropped or replaced {BETWEEN}"
+            elif seen.arrived and _digest(parameter.grad) != seen.arrived[-1]:
+                yield f"gradients are changed {BETWEEN} (clipping, GradScaler, a hook)"
+            if seen.arrived and _digest(parameter) != seen.value:
+                yield f"parameters are changed {BETWEEN}"
+
+    def _of(self, parameter: torch.Tensor) -> _Seen:
+        if parameter not in self._seen:
+            self._seen[parameter] = _Seen()
+        found: _Seen = self._seen[parameter]
+        return found
+
+
+def is_given_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a step with these arguments is called with more than a closure, which is over."""
+    found = (*args, *(kwargs[name] for name in kwargs if name != "closure"))
+    return any(value is not None and not callable(value) for value in found)
+
+
+def as_gradient_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient with its parameter's strides, as autograd would leave it; a copy if need be."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return digest(tensor.data_ptr(), tensor.nbytes)

@@ -1,0 +1,54 @@
+"""Memory that the training state holds: what its blocks have, and what waits for the next one.
+
+fresh -> a block has it -> given: waits -> another block of that size has it
+                                        -> shrunk: back to the system
+"""
+
+from teraplan.runtime import pages
+from teraplan.runtime.page_pool import PageBlock, PagePool
+
+
+class HeldPages:
+    """Pages, and how many they are. Not thread safe."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """All that is held, what waits included."""
+        self.peak_bytes = 0
+        """The most since `take_peak`."""
+        self._waiting = PagePool()
+
+    @property
+    def in_use_bytes(self) -> int:
+        """What is held and does not wait."""
+        return self.nbytes - self._waiting.nbytes
+
+    def count(self, nbytes: int) -> None:
+        """So much more is held, or less."""
+        self.nbytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
+
+    def take_peak(self) -> int:
+        """The most that has been held since the last call."""
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.nbytes
+        return peak_bytes
+
+    def take_waiting(self, nbytes: int) -> int | None:
+        """Address of touched pages, None if none of that size wait."""
+        block = self._waiting.take(nbytes)
+        return None if block is None else block.address
+
+    def take_fresh(self, nbytes: int) -> int:
+        """Address of untouched pages."""
+        self.count(nbytes)
+        return pages.take(nbytes)
+
+    def give(self, address: int, nbytes: int) -> None:
+        """Let pages wait that no block needs any more."""
+        self._waiting.give(PageBlock.whole(address, nbytes))
+
+    def shrink_to(self, limit_bytes: int) -> None:
+        """Give back what waits until no more than this is held, or nothing waits."""
+        before = self._waiting.nbytes
+        self._waiting.shrink(self.nbytes - limit_bytes)
+        self.nbytes -= before - self._waiting.nbytes

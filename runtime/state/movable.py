@@ -1,0 +1,38 @@
+"""Which tensors have memory that can be anywhere: of their own, and worth moving."""
+
+import torch
+
+from teraplan.graph_table import MIN_SLOT_BYTES
+from teraplan.runtime.state.lease import span_nbytes
+
+
+def is_movable(tensor: torch.Tensor) -> bool:
+    """True if the tensor is worth moving and its memory can be anywhere."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.storage_offset() == 0
+        and span_nbytes(tensor) >= MIN_SLOT_BYTES
+        and span_nbytes(tensor) == tensor.nbytes
+        and _whole_storage(tensor)
+    )
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """True if a view, another parameter, an array or another process has its memory, too."""
+    storage = tensor.untyped_storage()
+    holders: int = torch._C._storage_Use_Count(storage._cdata)
+    return holders > _HOLDERS or storage.is_shared()
+
+
+_HOLDERS = 2
+"""The tensor and the object that Python has of its storage."""
+
+
+def _whole_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() <= tensor.nbytes + _SLACK_BYTES
+
+
+_SLACK_BYTES = 4096

@@ -1,0 +1,44 @@
+"""What an optimizer's update of some parameters uses, and what memory it takes."""
+
+from collections.abc import Iterable
+
+import torch
+
+from teraplan.runtime.census import STATES_OF_UNKNOWN, states_to_come
+from teraplan.runtime.state.taken_gradient import TakenGradient, gone
+
+TEMPORARIES = 2
+"""Tensors of a parameter's size that AdamW makes on the way; of others none makes more."""
+
+Optimizer = torch.optim.Optimizer
+
+
+def tensors_of(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """All that a step uses of `parameters`; none for those that it leaves out.
+
+    Raises:
+        GradientGoneError: a gradient has been used up before.
+    """
+    found: list[torch.Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if isinstance(parameter.grad, TakenGradient):
+            raise gone(parameter.grad, "another step")
+        found += [parameter, parameter.grad]
+        state = optimizer.state.get(parameter, {})
+        found += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor for tensor in found if tensor.layout == torch.strided]
+
+
+def missing_bytes(optimizer: Optimizer) -> dict[int, int]:
+    """Bytes of the state that the step will make, by identity of the parameter."""
+    to_come = states_to_come(optimizer, unknown=STATES_OF_UNKNOWN)
+    return {id(p): count * p.nbytes for p, count in to_come if p.grad is not None}
+
+
+def temporary_bytes(optimizer: Optimizer) -> int:
+    """What a step over the parameters in `param_groups` allocates for all of them at once."""
+    several = (group["params"] for group in optimizer.param_groups if group.get("foreach"))
+    nbytes: int = TEMPORARIES * sum(p.nbytes for parameters in several for p in parameters)
+    return nbytes

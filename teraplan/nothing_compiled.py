@@ -1,0 +1,31 @@
+"""Says so where a model was to be compiled and nothing has been.
+
+PyTorch itself skips a bare `nn.Sequential` or `nn.Linear` that is compiled in place: the backend is
+looked up and never called, and the model trains as if nobody had asked for anything.
+"""
+
+import logging
+from collections.abc import Callable
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+log = logging.getLogger(__name__)
+
+
+def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
+    """Warn when the next optimizer steps, of whatever model, if there is no compiled graph yet."""
+    told = False
+
+    def before(*_: object) -> None:
+        nonlocal told
+        if not told and not is_in_use():
+            log.warning(
+                "an optimizer steps, and no graph has been compiled: the memory budget holds "
+                "for nothing. PyTorch skips some models: a bare nn.Sequential or nn.Linear with "
+                'model.compile(...) (use torch.compile(model, backend="teraplan") or a module of '
+                "your own), and recurrent ones such as nn.LSTM; TORCH_LOGS=graph_breaks tells why. "
+                "If this step is another model's, all is well"
+            )
+        told = True
+
+    register_optimizer_step_pre_hook(before)
