@@ -110,7 +110,7 @@ def compare(program: Program, tiers: str) -> None:
 
 
 def test_gpt(tiers: str) -> None:
-    program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=6)
+    program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=9)
     compare(program, tiers)
 
 
@@ -145,7 +145,7 @@ def test_updates_on_the_host(make: moving.Optimizers) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_much_host_memory")
 def test_updates_on_the_host_under_a_tight_budget() -> None:
-    program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=6)
+    program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=12)
     reference = unlimited(program)
     limited = tight(program, reference, 0.5, host_updates=0.5)
     assert_same(reference, limited)

@@ -54,7 +54,7 @@ def _first_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gpt_training(**changes: object) -> Program:
     config = dataclasses.replace(GPT, **changes)  # type: ignore[arg-type]
-    return training(lambda: gpt.build(config), lambda step: gpt.batch(config, 8, step), steps=6)
+    return training(lambda: gpt.build(config), lambda step: gpt.batch(config, 8, step), steps=9)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def scaled_training() -> Program:
     def batch(step: int) -> tuple[Tensor]:
         return (torch.randn(1024, 256, generator=torch.Generator().manual_seed(step)),)
 
-    return training(Scaled, batch, steps=6)
+    return training(Scaled, batch, steps=9)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +256,7 @@ def random_training(seed: int) -> Program:
         random = torch.Generator().manual_seed(step)
         return (torch.randn(WIDTH, WIDTH, generator=random).requires_grad_(),)
 
-    return training(lambda: Random(seed), batch, steps=6)
+    return training(lambda: Random(seed), batch, steps=9)
 
 
 FEW, MANY = pytest.mark.slow, pytest.mark.exhaustive
