@@ -5,8 +5,9 @@
 
 Between `save` and `need` a saved activation can be elsewhere, so what is alive at once beside those
 that are is about the least that the graphs can run in. Kernels of PyTorch run node by node. Of
-those that Inductor fuses, what a run of nodes reads and leaves behind is there at once, and what
-lies within a run is never in memory. An estimate: kernels have memory of their own, and Inductor
+those that Inductor fuses, what a run of nodes reads and leaves behind is there at once, but for
+what it can write in place; what lies within a run, or is computed again by each reader
+(`inlining`), is never in memory. An estimate: kernels have memory of their own, and Inductor
 chooses its runs by more than this. It serves the first step; then memory is measured.
 """
 
@@ -23,6 +24,7 @@ from teraplan import ops
 from teraplan.graph_table import GraphMemory, GraphTable
 from teraplan.passes.aliases import base_of, is_view
 from teraplan.passes.fused_runs import FusedRuns
+from teraplan.passes.inlining import inlined_nodes, is_pointwise
 
 _ELSEWHERE = (ops.need, ops.settle)
 """Ops whose result is counted as a saved activation, or with the training state."""
@@ -36,6 +38,8 @@ class _Span:
     end: int
     nbytes: int
     can_leave: bool = False
+    can_overwrite: bool = False
+    """A kernel may write it where something is of the same size that it reads last."""
 
 
 def nbytes_of(node: fx.Node) -> int:
@@ -91,7 +95,10 @@ def memory_of(graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node]) -> 
             nothing.
     """
     position = _positions(graph, fused=fused)
-    spans = [*_intermediates(graph, position, fused=fused), *_needed(graph, position, saved)]
+    made = list(_intermediates(graph, position, fused=fused))
+    if fused:
+        made = _written_in_place(made)
+    spans = [*made, *_needed(graph, position, saved)]
     fixed = [span for span in spans if not span.can_leave]
     return GraphMemory(workspace_bytes=_peak(fixed), least_bytes=_peak(spans))
 
@@ -133,11 +140,13 @@ def _intermediates(
 ) -> Iterator[_Span]:
     """What the nodes of a graph leave in memory, from where it is made to its last use."""
     runs = FusedRuns(graph)
+    inlined = inlined_nodes(graph, runs) if fused else frozenset[fx.Node]()
+    last_use = _last_uses(graph, position, inlined)
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method") or is_view(node):
+        if node.op not in ("call_function", "call_method") or is_view(node) or node in inlined:
             continue
         copied = _copied_nbytes(node)
-        if copied:
+        if copied and not fused:
             yield _Span(position[node], position[node], copied)
         nbytes = nbytes_of(node)
         if not nbytes or node.target in _ELSEWHERE or node in excluded:
@@ -145,14 +154,33 @@ def _intermediates(
         made = node
         if node.target is operator.getitem:  # one result of several
             made = node.all_input_nodes[0]
-        start, last = position[made], max((position[u] for u in _all_uses(node)), default=-1)
-        within = fused and made is node and runs.is_fused(node) and last == start
-        if not within:
-            yield _Span(start, max(start, last), nbytes)
+        start, last = position[made], last_use[node]
+        is_fused = fused and made is node and runs.is_fused(node)
+        if not (is_fused and last == start):
+            pointwise = is_fused and is_pointwise(node)
+            yield _Span(start, max(start, last), nbytes, can_overwrite=pointwise)
+
+
+def _written_in_place(spans: Sequence[_Span]) -> list[_Span]:
+    """The same, where what a kernel reads last ends for what it writes there."""
+    ending: dict[tuple[int, int], list[int]] = {}
+    for number, span in enumerate(spans):
+        if span.start < span.end:
+            ending.setdefault((span.end, span.nbytes), []).append(number)
+    found = list(spans)
+    for span in spans:
+        read = ending.get((span.start, span.nbytes))
+        if span.can_overwrite and read:
+            number = read.pop()
+            found[number] = dataclasses.replace(found[number], end=span.start - 1)
+    return found
 
 
 def _copied_nbytes(node: fx.Node) -> int:
-    """What oneDNN's convolutions copy into layouts of their own, while they run."""
+    """What oneDNN's convolutions copy into layouts of their own, while they run.
+
+    Inductor has it in these layouts already.
+    """
     if getattr(node.target, "overloadpacket", None) not in _CONVOLUTIONS:
         return 0
     return sum(nbytes_of(argument) for argument in node.all_input_nodes)
@@ -166,21 +194,27 @@ def _needed(
 ) -> Iterator[_Span]:
     """What `need` brings back, until it is `done`; slots that share memory come back as one."""
     spans: dict[fx.Node, tuple[int, int]] = {}
+    last_use = _last_uses(graph, position, frozenset())
     for need in graph.find_nodes(op="call_function", target=ops.need):
         base = saved[need.args[2]]
-        start, last = position[need], max(position[use] for use in _all_uses(need))
+        start, last = position[need], last_use[need]
         first, end = spans.get(base, (start, last))
         spans[base] = min(first, start), max(end, last)
     for base, (start, last) in spans.items():
         yield _Span(start, last, nbytes_of(base), can_leave=True)
 
 
-def _all_uses(node: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that use the memory of `node`, views of it and the graph's end among them."""
-    for user in node.users:
-        yield user
-        if is_view(user):
-            yield from _all_uses(user)
+def _last_uses(
+    graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Set[fx.Node]
+) -> dict[fx.Node, int]:
+    """Where each node's memory is used last, through views and what is `inlined`; -1 if nowhere."""
+    last: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        last[node] = -1
+        for user in node.users:
+            through = last[user] if user in inlined or is_view(user) else -1
+            last[node] = max(last[node], position[user], through)
+    return last
 
 
 def _peak(spans: list[_Span]) -> int:

@@ -18,7 +18,6 @@ from torch import fx, nn
 
 from teraplan.config import Config
 from teraplan.errors import ConfigError, InfeasibleBudgetError, TeraplanError
-from teraplan.nothing_compiled import warn_at_first_step
 from teraplan.passes.recipes import compile_recipe
 from teraplan.runnable_graph import RunnableGraph
 from teraplan.runtime.dump_signal import dump_on_signal
@@ -163,7 +162,9 @@ def _shape(value: Any) -> object:
     return value.shape if isinstance(value, torch.Tensor) else value
 
 
-warn_at_first_step(lambda: any(session.tables for session in list(_sessions.values())))
+def has_compiled() -> bool:
+    """True if there is a graph that runs under a budget."""
+    return any(session.tables for session in list(_sessions.values()))
 
 
 def _raiser(error: TeraplanError) -> Compiled:

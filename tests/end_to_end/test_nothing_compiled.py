@@ -1,12 +1,14 @@
 """PyTorch compiles nothing of some models; users are told."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
-from teraplan.nothing_compiled import warn_at_first_step
+from teraplan.dynamo_entry import warn_at_first_step
 
 
 @pytest.mark.parametrize("in_use", [False, True])
@@ -25,3 +27,20 @@ def test_the_first_step_of_an_optimizer_tells(
         caplog.clear()
         optimizer.step()
         assert not caplog.text, "once is enough"
+
+
+def test_other_backends_are_not_told_of() -> None:
+    """A process that has imported teraplan for its status, and compiles with something else."""
+    code = """
+import torch, teraplan
+from teraplan import backend
+model = torch.nn.Linear(2, 2)
+model.compile(backend=BACKEND)
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+    for name, told in (("eager", False), ("teraplan", True)):
+        command = [sys.executable, "-c", code.replace("BACKEND", repr(name))]
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert ("no graph has been compiled" in found.stderr) is told, found.stderr

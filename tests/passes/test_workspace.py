@@ -6,6 +6,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from teraplan import ops
+from teraplan.passes.fused_runs import FusedRuns
+from teraplan.passes.inlining import inlined_nodes
 from teraplan.passes.workspace import memory_of, nbytes_of, workspace_nbytes
 
 KIB = 1024
@@ -73,6 +75,39 @@ def test_convolutions_copy_what_they_read() -> None:
     graph = _traced(lambda x, w: torch.conv1d(x, w), (4, 8, 32), (8, 8, 1))
     read = 4 * (4 * 8 * 32 + 8 * 8)
     assert workspace_nbytes(graph) == 4 * 4 * 8 * 32 + read
+    assert memory_of(graph, fused=True, saved={}).least_bytes == 4 * 4 * 8 * 32
+
+
+def test_arithmetic_that_each_kernel_does_anew_is_not_in_memory() -> None:
+    def short(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        square = y * y  # read by two kernels, one before and one behind the products
+        return (square + 1) @ w @ w * square
+
+    def slow(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).tanh()
+        return (y + 1) @ w @ w * y
+
+    shapes = (16, 16), (16, 16)
+    product = again = KIB
+    assert memory_of(_traced(short, *shapes), fused=True, saved={}).least_bytes == (
+        product + again + KIB  # x @ w stays for the last kernel, which has the square from it
+    )
+    assert memory_of(_traced(slow, *shapes), fused=True, saved={}).least_bytes == 3 * KIB
+    assert _inlined(short, *shapes) == {"mul"}
+    assert _inlined(slow, *shapes) == set(), "a CPU takes long for a tanh"
+
+
+def _inlined(function: object, *shapes: tuple[int, ...]) -> set[str]:
+    graph = _traced(function, *shapes)
+    return {node.name for node in inlined_nodes(graph, FusedRuns(graph))}
+
+
+def test_a_kernel_writes_where_it_reads_for_the_last_time() -> None:
+    graph = _traced(lambda x, w: (x @ w).sin() @ w, (16, 16), (16, 16))
+    assert memory_of(graph, fused=True, saved={}).least_bytes == 2 * KIB, "the sine, a product"
+    graph = _traced(lambda x, w: (x @ w).sin().sum(), (16, 16), (16, 16))
+    assert memory_of(graph, fused=True, saved={}).least_bytes == KIB + 4
 
 
 def _chained(*, settles: bool = False) -> fx.Graph:

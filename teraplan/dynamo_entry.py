@@ -1,13 +1,18 @@
-"""Says so where a model was to be compiled and nothing has been.
+"""What `backend="teraplan"` names; says so where a model was to be compiled and nothing has been.
 
 PyTorch itself skips a bare `nn.Sequential` or `nn.Linear` that is compiled in place: the backend is
-looked up and never called, and the model trains as if nobody had asked for anything.
+looked up and never called, and the model trains as if nobody had asked for anything. So importing
+this module, which is what looking it up does, means that something is to be compiled.
 """
 
 import logging
 from collections.abc import Callable
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from teraplan.backend import has_compiled, teraplan
+
+__all__ = ["teraplan"]
 
 log = logging.getLogger(__name__)
 
@@ -29,3 +34,6 @@ def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
         told = True
 
     register_optimizer_step_pre_hook(before)
+
+
+warn_at_first_step(has_compiled)
