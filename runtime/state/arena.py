@@ -13,16 +13,16 @@ That is exact, whoever may have written to the tensor meanwhile.
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import torch
 
 from teraplan.runtime import pages
+from teraplan.runtime.state import page_moves
 from teraplan.runtime.state.block import Block, Key, Place
-from teraplan.runtime.state.digests import check_landed, is_as_written
+from teraplan.runtime.state.digests import is_as_written
 from teraplan.runtime.state.held_pages import HeldPages
-from teraplan.runtime.state.lease import span_nbytes, tensor_at
 from teraplan.runtime.state.move_log import MoveLog
+from teraplan.runtime.state.tenants import Tenants
 from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.storage import Storage
 from teraplan.runtime.storage.memory import digest
@@ -34,8 +34,8 @@ class StateArena:
     def __init__(self, storage: Storage, limit_bytes: int) -> None:
         self.storage = storage
         self.limit_bytes = limit_bytes
-        self.blocks: dict[int, Block] = {}
-        """By address."""
+        self.blocks: dict[Block, None] = {}
+        """All that there are, in the order in which they were made."""
         self.sizes: dict[Key, int] = {}
         """Bytes of everything that has ever been here."""
         self.log = MoveLog()
@@ -46,7 +46,8 @@ class StateArena:
         """The most that blocks in use at once have taken beyond the limit."""
         self.lock = threading.RLock()
         """Held while anything changes what lies at an address."""
-        self._memory = HeldPages()
+        self.memory = HeldPages()
+        self._tenants = Tenants()
         self._away: dict[Key, Block] = {}
         self._alive: Counter[Key] = Counter()
         self._in_memory: OrderedDict[Block, None] = OrderedDict()
@@ -56,70 +57,78 @@ class StateArena:
         self._coming: set[Block] = set()
         """Of `shown`, all that are being read, and some that have been."""
         self._leaving: deque[Block] = deque()
-        self._ended: deque[Block] = deque()
+        self._emptied: deque[Block] = deque()
         self._epoch = 0
 
     # -- blocks ----------------------------------------------------------------------------------
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block of a tensor that lives here, None for any other."""
-        return self.blocks.get(tensor.untyped_storage().data_ptr())
+        return self._tenants.block_of(tensor)
 
-    def allocate(self, like: torch.Tensor, key: Key, what: str) -> torch.Tensor:
-        """An uninitialized tensor as `like`, in memory; `what` it is, for people."""
-        nbytes = span_nbytes(like)
+    def open(
+        self, nbytes: int, key: Key, what: str, *, shape: tuple[int, ...], dtype: str
+    ) -> Block:
+        """A block in memory, with nothing in it yet."""
         size = pages.round_up(nbytes)
         with self.lock:
             self._settle()
             block = Block(
                 key=key,
                 what=what,
-                shape=tuple(like.shape),
-                dtype=str(like.dtype)[6:],
+                shape=shape,
+                dtype=dtype,
                 address=self._pages(size),
                 nbytes=size,
             )
-            self.blocks[block.address] = block
+            self.blocks[block] = None
             self.sizes[key] = size
             self._alive[key] += 1
             self._in_memory[block] = None
-        return tensor_at(block.address, nbytes, like, partial(self._ended.append, block))
+        return block
+
+    def place(self, block: Block, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """An uninitialized tensor as `like` in a block, which ends with its last tensor."""
+        with self.lock:
+            return self._tenants.add(block, like, offset)
+
+    def close_block(self, block: Block) -> None:
+        """The block is complete: it ends with its last tensor."""
+        with self.lock:
+            block.is_open = False
+            if not block.num_tensors:
+                self._emptied.append(block)
 
     def reserve(self, nbytes: int) -> None:
         """Keep `nbytes` of the limit for memory that is not from here, until `unreserve`."""
         with self.lock:
             self._settle()
             self._make_room(nbytes)
-            self._memory.count(nbytes)
+            self.memory.count(nbytes)
 
     def unreserve(self, nbytes: int) -> None:
         """So much of what was reserved is free again."""
         with self.lock:
-            self._memory.count(-nbytes)
+            self.memory.count(-nbytes)
 
     @property
     def total_bytes(self) -> int:
         """Of all blocks, wherever they are."""
-        return sum(block.nbytes for block in list(self.blocks.values()))
+        return sum(block.nbytes for block in list(self.blocks))
 
     @property
     def held_bytes(self) -> int:
         """In memory, waiting pages included."""
-        return self._memory.nbytes
+        return self.memory.nbytes
 
     @property
     def in_use_bytes(self) -> int:
         """Of what is held, what blocks have."""
-        return self._memory.in_use_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was held since `take_peak`."""
-        return self._memory.peak_bytes
+        return self.memory.in_use_bytes
 
     def take_peak(self) -> int:
         """The most that was held since the last call."""
-        return self._memory.take_peak()
+        return self.memory.take_peak()
 
     @property
     def coming_bytes(self) -> int:
@@ -145,7 +154,7 @@ class StateArena:
             self._settle()
             block.position = self.timeline.note(block.key)
             block.uses += 1
-            block.leaving = block.spent = False
+            block.leaving = False
             if block.place is not Place.MEMORY:
                 self._bring(block)
             if writes:
@@ -218,11 +227,11 @@ class StateArena:
     def fetch(self, block: Block) -> None:
         """Start bringing the block back, if it is away."""
         with self.lock:
-            if self.blocks.get(block.address) is block and block.place is Place.STORAGE:
+            if block in self.blocks and block.place is Place.STORAGE:
                 self._start_back(block)
 
     def _is_here(self, block: Block) -> bool:
-        return self.blocks.get(block.address) is block and block.place is Place.MEMORY
+        return block in self.blocks and block.place is Place.MEMORY
 
     def user_may_have_run(self) -> None:
         """Anything may have been written to any block since the last call."""
@@ -273,14 +282,7 @@ class StateArena:
 
     def _take_out(self, block: Block) -> None:
         """The block's bytes are in its record: free its pages, show the record in their place."""
-        assert block.record is not None
-        waiting = pages.take(block.nbytes)
-        pages.move(block.address, waiting, block.nbytes)
-        address = block.address
-        for fd, offset, nbytes in self.storage.pieces(block.record):
-            pages.show_file(address, nbytes, fd, offset)
-            address += nbytes
-        assert address == block.address + block.nbytes, "a block is whole pages: it has no ends"
+        waiting = page_moves.take_out(block, self.storage)
         self._give(waiting, block.nbytes)
         block.place, block.leaving, block.touched = Place.STORAGE, False, False
         del self._in_memory[block]
@@ -309,10 +311,8 @@ class StateArena:
             self._start_back(block, urgent=True)
         assert block.arrival is not None
         self.log.wait(self.storage, block, block.arrival, "to come back")
-        check_landed(block)
+        page_moves.land(block)
         del self.shown[block]
-        pages.move(block.landing, block.address, block.nbytes)
-        pages.release(block.landing, block.nbytes)
         block.arrival, block.landing, block.place = None, 0, Place.MEMORY
         self._in_memory[block] = None
 
@@ -320,19 +320,19 @@ class StateArena:
 
     def _pages(self, nbytes: int) -> int:
         """Address of pages for a block, after making room for them."""
-        waiting = self._memory.take_waiting(nbytes)
+        waiting = self.memory.take_waiting(nbytes)
         if waiting is None:
             self._make_room(nbytes)
-            waiting = self._memory.take_waiting(nbytes)
+            waiting = self.memory.take_waiting(nbytes)
         if waiting is not None:
             return waiting
         if self.make_room is not None:
             self.make_room(nbytes)
-        return self._memory.take_fresh(nbytes)
+        return self.memory.take_fresh(nbytes)
 
     def _give(self, address: int, nbytes: int) -> None:
-        self._memory.give(address, nbytes)
-        self._memory.shrink_to(self.limit_bytes)
+        self.memory.give(address, nbytes)
+        self.memory.shrink_to(self.limit_bytes)
 
     def _make_room(self, nbytes: int) -> None:
         """Let blocks leave until `nbytes` more fit, those that are needed last first."""
@@ -343,7 +343,7 @@ class StateArena:
             if not self._let_one_leave():
                 self.overrun_bytes = max(self.overrun_bytes, beyond)
                 break
-        self._memory.shrink_to(self.limit_bytes - nbytes)
+        self.memory.shrink_to(self.limit_bytes - nbytes)
 
     def _let_one_leave(self) -> bool:
         while self._leaving:
@@ -371,16 +371,17 @@ class StateArena:
 
     def _forget_ended(self) -> None:
         """Give back the memory of blocks whose tensors are gone."""
-        for _ in range(len(self._ended)):
-            block = self._ended.popleft()
+        self._emptied.extend(b for b in self._tenants.emptied() if not b.is_open)
+        for _ in range(len(self._emptied)):
+            block = self._emptied.popleft()
             busy = block.arrival is not None and not block.arrival.done
             if busy or (block.record is not None and not block.record.write.done):
-                self._ended.append(block)
+                self._emptied.append(block)
                 continue
             self._forget(block)
 
     def _forget(self, block: Block) -> None:
-        del self.blocks[block.address]
+        del self.blocks[block]
         self._alive[block.key] -= 1
         if self._away.get(block.key) is block:
             del self._away[block.key]

@@ -14,8 +14,8 @@ class AtGradients(Protocol):
         """The first graph after an optimizer's step begins."""
         ...
 
-    def used(self, block: Block, *, in_step: bool) -> None:
-        """A graph is about to use a parameter."""
+    def used(self, parameter: torch.Tensor, block: Block, *, in_step: bool) -> None:
+        """A graph is about to use a parameter, or a view of it; and the block that it is in."""
         ...
 
     def settle(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:

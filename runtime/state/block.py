@@ -1,4 +1,4 @@
-"""One tensor of the training state: a place in memory that its bytes may leave and come back to."""
+"""One or more tensors of the training state: memory that their bytes may leave and come back to."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -53,13 +53,29 @@ class Block:
     position: int | None = None
     """Of its latest use in the step before."""
 
-    spent: bool = False
-    """A gradient whose parameter has been updated: nothing but user code may still want it."""
+    num_tensors: int = 0
+    """That have their memory here."""
+    is_open: bool = False
+    """More tensors may come, so it stays when it has none."""
+    filled_bytes: int = 0
+    """From its beginning, what tensors have or have had."""
+    num_spent: int = 0
+    """Gradients whose parameters have been updated."""
+
+    @property
+    def spent(self) -> bool:
+        """Gradients that nothing but user code may still want."""
+        return self.num_spent >= self.num_tensors > 0 and not self.is_open
 
     @property
     def label(self) -> str:
         """For people."""
-        return f"{self.what} {self.key[1]} ({'x'.join(map(str, self.shape))})"
+        shape = "x".join(map(str, self.shape))
+        return f"{self.what} {self.key[1]} ({shape if self.num_tensors == 1 else self._contents})"
+
+    @property
+    def _contents(self) -> str:
+        return f"{self.num_tensors} small tensors"
 
     @property
     def held(self) -> bool:

@@ -86,8 +86,8 @@ class GradientUpdates:
         self._watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
         self._watch_of = WeakIdKeyDictionary()
         """By parameter."""
-        self._done: dict[Block, _Watch] = {}
-        """Parameters whose gradient has come, and whose optimizer's step has not."""
+        self._done: dict[int, _Watch] = {}
+        """By address of parameters whose gradient has come, and whose optimizer's step has not."""
         self._path: list[int] = []
         """Addresses of the parameters that graphs have used in this step before any gradient."""
         self._path_before: list[int] = []
@@ -124,15 +124,15 @@ class GradientUpdates:
         for watch in self._watches.values():
             watch.patience -= watch.rehearsal is not None
 
-    def used(self, block: Block, *, in_step: bool) -> None:
+    def used(self, parameter: torch.Tensor, block: Block, *, in_step: bool) -> None:
         """See `AtGradients`.
 
         Raises:
             GradientGoneError: the parameter has been updated, and its optimizer has not stepped.
         """
         if in_step and self._follows is None:
-            self._path.append(block.address)
-        watch = self._done.get(block)
+            self._path.append(_address(parameter))
+        watch = self._done.get(_address(parameter))
         if watch is None:
             return
         if watch.rehearsal is None:
@@ -154,12 +154,12 @@ class GradientUpdates:
         if watch.rehearsal is not None:
             watch.rehearsal.settle(parameter, gradient)
             return None
-        if block in self._done:
+        if _address(parameter) in self._done:
             raise _too_early(block, "there is a second backward before the optimizer's step")
         optimizer = watch.optimizer()
         if optimizer is None or not self._may_update(watch, optimizer, parameter, gradient):
             return None
-        self._done[block] = watch
+        self._done[_address(parameter)] = watch
         self._update(watch, optimizer, parameter, gradient)
         return TakenGradient(parameter)
 
@@ -172,9 +172,8 @@ class GradientUpdates:
         if watch.rehearsal is not None:
             self._note_gradient()
             watch.rehearsal.arrived(optimizer, parameter)
-            block = self._state.arena.block_of(parameter)
-            if block is not None:
-                self._done[block] = watch
+            if self._state.arena.block_of(parameter) is not None:
+                self._done[_address(parameter)] = watch
         elif id(parameter) in watch.updates:
             update = watch.updates[id(parameter)]
             update.version, update.taken = parameter._version, parameter.grad
@@ -241,7 +240,7 @@ class GradientUpdates:
     def _begin_anew(self, watch: _Watch) -> None:
         watch.updates.clear()
         watch.values = watch.left = None
-        self._done = {block: w for block, w in self._done.items() if w is not watch}
+        self._done = {address: w for address, w in self._done.items() if w is not watch}
 
     def _watch(self, parameter: torch.Tensor) -> _Watch | None:
         """Of the optimizer that updates the parameter, as far as that is known."""
@@ -337,6 +336,11 @@ def _problems(
             yield f"a parameter ({shape}) was changed {BETWEEN}"
         if id(update.parameter) not in members:
             yield f"a parameter ({shape}) was taken from the optimizer {BETWEEN}"
+
+
+def _address(parameter: torch.Tensor) -> int:
+    """Of its memory, also of a view."""
+    return parameter.untyped_storage().data_ptr()
 
 
 def _has_hooks_of_the_user(parameter: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from teraplan.config import Config
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError
 from teraplan.runtime import census
 from teraplan.runtime.device import Device
+from teraplan.runtime.state.chunks import chunk_nbytes
 from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
@@ -246,7 +247,9 @@ class StateKeeper:
             deadline_s=self._config.deadline_s,
             strict=self._config.strict,
         )
-        self.state = TrainingState(storage, int(max(0, left_bytes) * _FIRST_SHARE))
+        limit_bytes = int(max(0, left_bytes) * _FIRST_SHARE)
+        chunk_bytes = chunk_nbytes(self._device.hardware().storage_link, limit_bytes)
+        self.state = TrainingState(storage, limit_bytes, chunk_bytes=chunk_bytes)
         self.state.make_room = self._device.make_room
         self._device.keeps_beside(self.state.arena)
         at_gradients = self._config.update == "gradient"

@@ -20,12 +20,13 @@ from teraplan.runtime.pages import round_up
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.at_gradients import AtGradients
 from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.chunks import Chunks, Sort
 from teraplan.runtime.state.departures import departures
+from teraplan.runtime.state.gradient_hooks import watch_gradient
 from teraplan.runtime.state.lease import span_nbytes
 from teraplan.runtime.state.movable import is_movable, is_shared
 from teraplan.runtime.state.trimmer import Trimmer
 from teraplan.runtime.storage import Storage
-from teraplan.runtime.untraced import untraced
 from teraplan.step_trace import TensorKind
 
 
@@ -66,8 +67,9 @@ class Sites(Protocol):
 class TrainingState:
     """See the module's text. Its methods are called by the training thread."""
 
-    def __init__(self, storage: Storage, limit_bytes: int) -> None:
+    def __init__(self, storage: Storage, limit_bytes: int, *, chunk_bytes: int = 0) -> None:
         self.arena = StateArena(storage, limit_bytes)
+        self._chunks = Chunks(self.arena, chunk_bytes)
         self.limit_bytes = limit_bytes
         """The most memory that it takes while no plan says anything else."""
         self.sites: Sites | None = None
@@ -89,17 +91,15 @@ class TrainingState:
         """Parameters with other memory than they were given here: to be taken in once more."""
         self._shared = WeakIdKeyDictionary()
         """Address of each parameter's memory that something else has, too: it stays."""
-        self._num_persistent = 0
-        self._num_gradients = 0
         self._expected_bytes = 0
         self._stepped = False
-        self._closed = False
+        self.closed = False
         _alive.add(self)
 
     @staticmethod
     def all_alive() -> "list[TrainingState]":
         """Every training state of this process that has not been closed."""
-        return [state for state in _alive if not state._closed]
+        return [state for state in _alive if not state.closed]
 
     # -- taking tensors in -----------------------------------------------------------------------
 
@@ -119,10 +119,11 @@ class TrainingState:
             if is_shared(parameter):
                 self._shared[parameter] = parameter.data_ptr()
                 return
-            parameter.data = self._copy(parameter.data, TensorKind.PARAMETER, "parameter")
+            sort = TensorKind.PARAMETER, not parameter.requires_grad
+            parameter.data = self._copy(parameter.data, sort, "parameter")
         if parameter.requires_grad and parameter not in self._watched:
             self._watched[parameter] = True
-            self._watch_gradient(parameter)
+            watch_gradient(self, parameter)
 
     @property
     def shared(self) -> list[torch.Tensor]:
@@ -142,7 +143,9 @@ class TrainingState:
         """
         if like.layout != torch.strided or not MIN_SLOT_BYTES <= like.nbytes == span_nbytes(like):
             return None
-        return self._allocate(like, TensorKind.PARAMETER, "parameter")
+        sort = TensorKind.PARAMETER, not like.requires_grad
+        with self._place(like, sort, "parameter") as made:
+            return made
 
     def expect(self, nbytes: int, *, temporary_bytes: int) -> None:
         """So much will be allocated outside of the arena until `end_expecting`.
@@ -170,18 +173,24 @@ class TrainingState:
             if not isinstance(value, torch.Tensor) or not is_movable(value):
                 continue
             if self.arena.block_of(value) is None:
-                state[name] = self._copy(value, TensorKind.OPTIMIZER_STATE, name)
+                state[name] = self._copy(value, (TensorKind.OPTIMIZER_STATE, False), name)
                 nbytes = value.nbytes
                 del value
                 self._expect_less(nbytes)
 
-    def _copy(self, source: torch.Tensor, kind: TensorKind, name: str) -> torch.Tensor:
-        return self._allocate(source, kind, name).copy_(source)
+    def _copy(self, source: torch.Tensor, sort: Sort, name: str) -> torch.Tensor:
+        with self._place(source, sort, name) as made:
+            return made.copy_(source)
 
-    def _allocate(self, like: torch.Tensor, kind: TensorKind, name: str) -> torch.Tensor:
-        number = self._num_persistent
-        self._num_persistent += 1
-        return self.arena.allocate(like, (kind, number), name)
+    @contextmanager
+    def _place(self, like: torch.Tensor, sort: Sort, name: str) -> Iterator[torch.Tensor]:
+        """An uninitialized tensor as `like`, in memory within this."""
+        block = self._chunks.with_room(like, sort) or self._chunks.make(like, sort, name)
+        self.arena.use(block, writes=True)
+        try:
+            yield self._chunks.add(block, like)
+        finally:
+            self.arena.done(block, leaves=False)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -208,7 +217,7 @@ class TrainingState:
         if changed or self._leaves_limit != self.limit_bytes:
             self._leaves_limit = self.limit_bytes
             self._leaves = departures(arena.timeline.past, arena.sizes, self.limit_bytes)
-        self._num_gradients = 0
+        self._chunks.begin_step()
         if self.at_gradients is not None:
             self.at_gradients.begin_step()
 
@@ -231,7 +240,7 @@ class TrainingState:
     @property
     def step_bytes(self) -> int:
         """What a step has alive at the end of its backward, wherever it is."""
-        blocks = list(self.arena.blocks.values())
+        blocks = list(self.arena.blocks)
         lasting = sum(b.nbytes for b in blocks if b.key[0] is not TensorKind.GRADIENT)
         trained = (p for p in self._watched if p.requires_grad)
         return lasting + sum(round_up(span_nbytes(p)) for p in trained)
@@ -240,21 +249,21 @@ class TrainingState:
 
     def acquire(self, parameter: torch.Tensor) -> None:
         """A graph is about to use the parameter, or a view of it."""
-        if self._closed:
+        if self.closed:
             return
         block = self.arena.block_of(parameter)
         if block is None:
             self._note_stray(parameter)
             return
         if self.at_gradients is not None:
-            self.at_gradients.used(block, in_step=self.in_step)
-        self._use([block])
+            self.at_gradients.used(parameter, block, in_step=self.in_step)
+        self.begin_use([block])
 
     def release(self, parameter: torch.Tensor) -> None:
         """The graph has used it for the last time."""
-        block = None if self._closed else self.arena.block_of(parameter)
+        block = None if self.closed else self.arena.block_of(parameter)
         if block is not None:
-            self._end_use([block])
+            self.end_use([block])
 
     def settle(self, gradient: torch.Tensor, parameter: torch.Tensor | None = None) -> torch.Tensor:
         """A copy of the gradient that may leave memory at once.
@@ -264,21 +273,28 @@ class TrainingState:
             parameter: whose gradient it is, where the graph has no more use for that; if it is
                 updated now, what comes back only stands for the gradient.
         """
-        if self._closed:
+        if self.closed:
             return gradient.clone()
         if parameter is not None and self.at_gradients is not None:
             taken = self.at_gradients.settle(parameter, gradient)
             if taken is not None:
                 return taken
+        chunk = self._chunks.with_room(gradient, _GRADIENTS)
+        if chunk is None:
+            return self._make_gradient(gradient)
+        self.begin_use([chunk], changes=True)
+        try:
+            return self._chunks.add(chunk, gradient).copy_(gradient)
+        finally:
+            self.end_use([chunk])
+
+    def _make_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A copy in a new block."""
         made: list[torch.Tensor] = []
 
         def make() -> Block:
-            number = self._num_gradients
-            self._num_gradients += 1
-            copy = self.arena.allocate(gradient, (TensorKind.GRADIENT, number), "gradient")
-            made.append(copy.copy_(gradient))
-            block = self.arena.block_of(copy)
-            assert block is not None
+            block = self._chunks.make(gradient, _GRADIENTS, "gradient")
+            made.append(self._chunks.add(block, gradient).copy_(gradient))
             self.arena.use(block, writes=True)
             self._done([block])
             return block
@@ -294,15 +310,19 @@ class TrainingState:
     @contextmanager
     def using(self, tensors: Iterable[torch.Tensor], *, writes: bool) -> Iterator[None]:
         """Within this the tensors are in memory."""
+        self._chunks.end_gradients()
         found = [self.arena.block_of(tensor) for tensor in tensors]
         blocks = [block for block in found if block is not None]
-        self._use(blocks, changes=writes, update=True)
+        self.begin_use(blocks, changes=writes, update=True)
         try:
             yield
         finally:
-            self._end_use(blocks, update=True)
+            self.end_use(blocks, update=True)
 
-    def _use(self, blocks: Sequence[Block], *, changes: bool = False, update: bool = False) -> None:
+    def begin_use(
+        self, blocks: Sequence[Block], *, changes: bool = False, update: bool = False
+    ) -> None:
+        """Bring blocks into memory, to stay until `end_use`; `update`: for an optimizer."""
         bring = partial(self._bring, blocks, writes=changes and update)
         if self.sites is not None and blocks and (self.in_step or update):
             self.sites.use(blocks, bring, changes=changes, update=update)
@@ -317,7 +337,8 @@ class TrainingState:
         if not self._follows_plan:
             self.arena.prefetch()
 
-    def _end_use(self, blocks: Sequence[Block], *, update: bool = False) -> None:
+    def end_use(self, blocks: Sequence[Block], *, update: bool = False) -> None:
+        """The use that `begin_use` began is over."""
         done = partial(self._done, blocks, update=update)
         if self.sites is not None and blocks and (self.in_step or update):
             self.sites.end_use(blocks, done, update=update)
@@ -328,57 +349,21 @@ class TrainingState:
         for block in blocks:
             leaves = not self._follows_plan and block.position in self._leaves
             if block.key[0] is TensorKind.GRADIENT:
-                block.spent = update
-                if block.position is not None and (update or not self._follows_plan):
+                block.num_spent = block.num_spent + 1 if update else 0
+                over = block.spent if update else not self._follows_plan
+                if block.position is not None and over:
                     # After its last use it stays the user's: it goes where that writes nothing.
                     leaves = leaves or block.record is not None
             self.arena.done(block, leaves=leaves)
 
-    # -- gradients outside of graphs -------------------------------------------------------------
-
-    def _watch_gradient(self, parameter: torch.Tensor) -> None:
-        """See that a gradient which is added to is in memory, and that any other is taken in."""
-        state = weakref.ref(self)
-        target = weakref.ref(parameter)
-        pinned: list[Block] = []
-
-        def before(new: torch.Tensor) -> None:
-            alive, owner = state(), target()
-            if alive is None or alive._closed or owner is None or owner.grad is None:
-                return
-            alive.arena.user_may_have_run()  # in a hook of the user, between two gradients
-            for gradient in (owner.grad, new):
-                block = alive.arena.block_of(gradient) if is_movable(gradient) else None
-                if block is not None:
-                    alive._use([block], changes=gradient is owner.grad)
-                    pinned.append(block)
-
-        def after(owner: torch.Tensor) -> None:
-            alive = state()
-            if alive is not None:
-                alive.arena.user_may_have_run()
-            while pinned:
-                block = pinned.pop()
-                if alive is not None and not alive._closed:
-                    alive._end_use([block])
-            gradient = owner.grad
-            if alive is None or alive._closed or gradient is None:
-                return
-            if is_movable(gradient) and alive.arena.block_of(gradient) is None:
-                owner.grad = alive.settle(gradient)
-            if alive.at_gradients is not None:
-                alive.at_gradients.arrived(owner)
-
-        # A compiled function of the user may call `backward`.
-        parameter.register_hook(untraced(before))  # type: ignore[no-untyped-call]
-        parameter.register_post_accumulate_grad_hook(untraced(after))  # type: ignore[no-untyped-call]
-
     def close(self) -> None:
         """End all I/O; what is away stays readable."""
-        self._closed = True
+        self.closed = True
+        self._chunks.close()
         self._trimmer.close()
         self.arena.close()
 
 
+_GRADIENTS: Sort = (TensorKind.GRADIENT, False)
 _alive: "weakref.WeakSet[TrainingState]" = weakref.WeakSet()
 """A graph that saves nothing has nothing in its hands that tells whose it is."""

@@ -75,7 +75,7 @@ def check(
         assert arena.overrun_bytes == 0, seen
         device_budget = limited.options["device_budget"]
         assert isinstance(device_budget, int)
-        assert arena.peak_bytes <= device_budget
+        assert arena.memory.peak_bytes <= device_budget
     return state
 
 

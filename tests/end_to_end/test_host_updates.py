@@ -324,5 +324,5 @@ def test_beside_a_training_state_that_moves(name: str) -> None:
     assert_same(reference, found)
     assert [s.host_updates for s in found.statuses] == [3] * STEPS
     assert found.statuses[-1].host_state_bytes > 0
-    labels = [block.label for block in moving().arena.blocks.values()]
+    labels = [block.label for block in moving().arena.blocks]
     assert sum("parameter" in label for label in labels) == 6

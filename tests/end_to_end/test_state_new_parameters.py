@@ -111,7 +111,7 @@ def test_other_memory_for_parameters() -> None:
                 p.data = p.data.clone()
 
     state = check(training(adamw, between=between))
-    parameters = [b for b in state.arena.blocks.values() if b.label.startswith("parameter")]
+    parameters = [b for b in state.arena.blocks if b.label.startswith("parameter")]
     assert len(parameters) == DEPTH
 
 

@@ -46,7 +46,7 @@ class Lion(torch.optim.Optimizer):
 
 def test_a_third_party_optimizer() -> None:
     state = check(training(Lion), budget=LESS)
-    assert any("momentum" in block.label for block in state.arena.blocks.values())
+    assert any("momentum" in block.label for block in state.arena.blocks)
 
 
 class Counting(Lion):
@@ -287,7 +287,7 @@ def test_master_weights_move_with_an_attached_optimizer() -> None:
             optimizer.zero_grad()
 
     state = check(program)
-    masters = [b for b in state.arena.blocks.values() if "parameter" in b.label]
+    masters = [b for b in state.arena.blocks if "parameter" in b.label]
     assert len(masters) == 12, "six in bfloat16 are read by graphs, six in float32 by the optimizer"
 
 
@@ -325,7 +325,7 @@ def test_a_step_that_fails_leaves_the_optimizer_whole() -> None:
             assert all(p.grad is None for p in parameters)
 
     run_moving(program)
-    assert all(block.uses == 0 for block in moving().arena.blocks.values())
+    assert all(block.uses == 0 for block in moving().arena.blocks)
 
 
 MORE: dict[str, Optimizers] = {

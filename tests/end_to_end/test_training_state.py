@@ -107,7 +107,7 @@ def test_a_model_from_the_meta_device() -> None:
             optimizer.zero_grad()
 
     state = check(program)
-    assert state.arena.peak_bytes < state.arena.total_bytes
+    assert state.arena.memory.peak_bytes < state.arena.total_bytes
     torch.manual_seed(7)
     plain = model()
     torch.manual_seed(7)

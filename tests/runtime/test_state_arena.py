@@ -15,7 +15,7 @@ from torch import Tensor
 from teraplan.errors import IntegrityError
 from teraplan.runtime import process_memory
 from teraplan.runtime.state.arena import StateArena
-from teraplan.runtime.state.block import Block, Place
+from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.state.trimmer import Trimmer
@@ -36,18 +36,19 @@ def arena() -> Iterator[StateArena]:
 
 
 def filled(arena: StateArena, number: int, nbytes: int = MIB) -> tuple[Tensor, Block]:
-    key = (TensorKind.PARAMETER, number)
-    tensor = arena.allocate(torch.empty(nbytes // 4), key, "parameter")
-    tensor.fill_(float(number))
-    block = arena.block_of(tensor)
-    assert block is not None
-    return tensor, block
+    return placed(arena, torch.full((nbytes // 4,), float(number)), (TensorKind.PARAMETER, number))
+
+
+def placed(arena: StateArena, value: Tensor, key: Key) -> tuple[Tensor, Block]:
+    what, shape = str(key[0]), tuple(value.shape)
+    block = arena.open(value.nbytes, key, what, shape=shape, dtype="float32")
+    return arena.place(block, value).copy_(value), block
 
 
 def test_what_is_away_is_read_at_its_address(arena: StateArena) -> None:
     tensors = [filled(arena, number)[0] for number in range(12)]
     assert arena.held_bytes <= 4 * MIB
-    assert arena.peak_bytes <= 4 * MIB
+    assert arena.memory.peak_bytes <= 4 * MIB
     for number, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full_like(tensor, float(number)))
 
