@@ -81,8 +81,7 @@ class StateArena:
                 address=self._pages(size),
                 nbytes=size,
             )
-            self.blocks[block] = None
-            self.sizes[key] = size
+            self.blocks[block], self.sizes[key] = None, size
             self._alive[key] += 1
             self._in_memory[block] = None
         return block
@@ -93,11 +92,16 @@ class StateArena:
             return self._tenants.add(block, like, offset)
 
     def close_block(self, block: Block) -> None:
-        """The block is complete: it ends with its last tensor."""
+        """The block is complete: it ends with its last tensor, and keeps what these take."""
         with self.lock:
             block.is_open = False
+            nbytes = pages.round_up(block.filled_bytes)
             if not block.num_tensors:
                 self._emptied.append(block)
+            elif block.place is Place.MEMORY and block.record is None and nbytes < block.nbytes:
+                pages.release(block.address + nbytes, block.nbytes - nbytes)
+                self.memory.count(nbytes - block.nbytes)
+                block.nbytes = self.sizes[block.key] = nbytes
 
     def reserve(self, nbytes: int) -> None:
         """Keep `nbytes` of the limit for memory that is not from here, until `unreserve`."""
@@ -336,10 +340,7 @@ class StateArena:
 
     def _make_room(self, nbytes: int) -> None:
         """Let blocks leave until `nbytes` more fit, those that are needed last first."""
-        while True:
-            beyond = self.in_use_bytes + nbytes - self.limit_bytes
-            if beyond <= 0:
-                break
+        while (beyond := self.in_use_bytes + nbytes - self.limit_bytes) > 0:
             if not self._let_one_leave():
                 self.overrun_bytes = max(self.overrun_bytes, beyond)
                 break
@@ -354,7 +355,8 @@ class StateArena:
         idle = [block for block in self._in_memory if not block.uses]
         if not idle:
             return self._take_one_that_comes()
-        victim = max(idle, key=self._distance)
+        next_use = self.timeline.next_use
+        victim = max(idle, key=lambda block: NEVER + 1 if block.spent else next_use(block.key))
         self._start_leaving(victim)
         return True
 
@@ -365,9 +367,6 @@ class StateArena:
             return False
         self._bring(coming)
         return True
-
-    def _distance(self, block: Block) -> int:
-        return NEVER + 1 if block.spent else self.timeline.next_use(block.key)
 
     def _forget_ended(self) -> None:
         """Give back the memory of blocks whose tensors are gone."""

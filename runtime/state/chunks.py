@@ -63,9 +63,12 @@ class Chunks:
         self._num_lasting = self._num_gradients = 0
 
     def begin_step(self) -> None:
-        """Gradients are counted anew, so that those of each step have the same keys."""
+        """Gradients are counted anew, so that those of each step have the same keys.
+
+        Parameters and optimizer state that come later have chunks of their own.
+        """
         self._num_gradients = 0
-        self.end_gradients()
+        self.close()
 
     def end_gradients(self) -> None:
         """The gradients that come next are others: parameters are updated."""
@@ -105,7 +108,7 @@ class Chunks:
         return self._arena.place(block, like, offset)
 
     def close(self) -> None:
-        """No more tensors come: those chunks end whose tensors have."""
+        """No more tensors come into the chunks that are open."""
         for sort in list(self._open):
             self._close(sort)
 
