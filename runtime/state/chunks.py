@@ -96,7 +96,10 @@ class Chunks:
             return self._arena.open(span_nbytes(like), key, what, shape=shape, dtype=dtype)
         self._close(sort)
         name = _NAMES[sort[0]]
-        block = self._arena.open(self.nbytes, key, name, shape=(self.nbytes,), dtype="uint8")
+        nbytes = self.nbytes
+        if key in self._arena.sizes:  # of gradients, and those of the step before are as many
+            nbytes = max(span_nbytes(like), min(nbytes, self._arena.sizes[key]))
+        block = self._arena.open(nbytes, key, name, shape=(nbytes,), dtype="uint8")
         block.is_open = True
         self._open[sort] = block
         return block

@@ -1,0 +1,113 @@
+"""Training states of many small tensors, which move together."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from teraplan.runtime.state import keeper
+from teraplan.runtime.state.block import Block
+from teraplan.step_trace import TensorKind
+from teraplan.units import KIB
+from tests.end_to_end import moving, updating_early
+from tests.end_to_end.moving import adamw, check, sgd, training
+from tests.end_to_end.training import MLP
+
+TOGETHER = 2
+"""Tensors in a chunk."""
+
+
+@pytest.fixture(autouse=True)
+def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some tensors each, which for a state as small as this would not be done."""
+    nbytes = TOGETHER * 4 * moving.WIDTH * moving.WIDTH
+    monkeypatch.setattr(keeper, "chunk_nbytes", lambda *_: nbytes)
+
+
+def blocks_by_kind() -> Counter[TensorKind]:
+    return Counter(block.key[0] for block in moving.moving().arena.blocks)
+
+
+@pytest.mark.parametrize(
+    ("make", "num_states", "budget"), [(adamw, 2, moving.BUDGET), (sgd, 1, 9 << 18)]
+)
+def test_bits(make: moving.Optimizers, num_states: int, budget: int) -> None:
+    state = check(training(make), budget=budget)
+    found = blocks_by_kind()
+    assert found[TensorKind.PARAMETER] == -(-moving.DEPTH // TOGETHER)
+    assert found[TensorKind.OPTIMIZER_STATE] == num_states * moving.DEPTH // TOGETHER
+    assert state.arena.log.written_bytes > 0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_several_batches(set_to_none: bool) -> None:
+    check(training(adamw, accumulate=3, clip=0.01, set_to_none=set_to_none))
+
+
+def test_updates_at_the_gradients() -> None:
+    last = updating_early.compared(updating_early.looping(), moving.BUDGET)
+    assert last.updates_in_backward == moving.DEPTH
+
+
+def test_frozen_ones_are_not_with_those_that_are_written() -> None:
+    made: list[MLP] = []
+
+    def some_frozen() -> MLP:
+        made.append(moving.model())
+        for number, parameter in enumerate(made[-1].parameters()):
+            parameter.requires_grad_(number % 3 == 0)
+        return made[-1]
+
+    state = check(training(sgd, make_model=some_frozen), least=True, budget=1 << 20)
+    trained: dict[Block, set[bool]] = {}
+    for parameter in made[-1].parameters():
+        block = state.arena.block_of(parameter)
+        if block is not None:
+            trained.setdefault(block, set()).add(parameter.requires_grad)
+    assert len(trained) == moving.DEPTH // TOGETHER
+    assert sorted(map(len, trained.values())) == [1] * len(trained)
+
+
+def _thawed(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Between two steps: another one is frozen, and weights are read and written."""
+    weights = list(net.parameters())
+    weights[step % len(weights)].requires_grad_(step % 2 == 0)
+    with torch.no_grad():
+        weights[0].mul_(0.5)
+        assert torch.isfinite(torch.stack([w.sum() for w in weights])).all()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9
+
+
+@pytest.mark.slow
+def test_what_users_do_between_steps() -> None:
+    check(training(adamw, between=_thawed))
+
+
+class Mixed(nn.Module):
+    """Small weights beside large ones, in an order that has both in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.wide = nn.ModuleList(nn.Linear(160, 640) for _ in range(3))
+        self.narrow = nn.ModuleList(nn.Linear(640, 160) for _ in range(3))
+        self.gates = nn.ParameterList(torch.randn(160, 160) / 16 for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for wide, narrow, gate in zip(self.wide, self.narrow, self.gates, strict=True):
+            x = x + narrow(torch.tanh(wide(x))) * torch.sigmoid(x @ gate)
+        return x.square().mean()
+
+    def batch(self, step: int) -> tuple[Tensor]:
+        return (torch.randn(96, 160, generator=torch.Generator().manual_seed(step)),)
+
+
+@pytest.mark.parametrize("nbytes", [256 * KIB, pytest.param(512 * KIB, marks=pytest.mark.slow)])
+def test_small_ones_beside_large_ones(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "chunk_nbytes", lambda *_: nbytes)
+    make: Callable[[], MLP] = Mixed  # type: ignore[assignment]
+    check(training(adamw, make_model=make), budget=6 << 20)
+    assert max(block.num_tensors for block in moving.moving().arena.blocks) > 1
