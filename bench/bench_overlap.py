@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from bench.bench_storage import Ring
+from bench.bench_storage import Ring, require_fio
 from bench.results import write_results
 from teraplan.runtime.storage import Record, Storage, default_directory
 from teraplan.units import MIB
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2)
     options = parser.parse_args()
+    require_fio()
     results: dict[str, object] = {}
     parent = options.directory or default_directory()
     for threads in sorted({1, os.cpu_count() or 1}):

@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -278,6 +279,12 @@ def _best_of_fio(found: dict[str, Took]) -> Took:
     return max((t for name, t in found.items() if name.startswith("fio")), key=lambda t: t.rate)
 
 
+def require_fio() -> None:
+    """End with a message where fio is not installed."""
+    if shutil.which("fio") is None:
+        raise SystemExit("fio, which this compares with, is not installed: apt-get install fio")
+
+
 def main() -> None:
     """Measures, prints the table, writes the file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -286,6 +293,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deepspeed", help="interpreter in which DeepSpeed is installed")
     options = parser.parse_args()
+    require_fio()
     nbytes = int(options.gib * GIB)
     parent = options.directory or default_directory()
     with ExitStack() as stack:
