@@ -108,6 +108,11 @@ class Session:
         self.host_updates.meet(inputs)
         return self.keeper.moves
 
+    @property
+    def has_compiled(self) -> bool:
+        """True if a graph has been compiled, also one that saves nothing."""
+        return self._compiles > 0
+
     def room(self) -> tuple[int, int] | None:
         """What a graph may take so that the training state can stay, and bytes of all gradients.
 

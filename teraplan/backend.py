@@ -164,7 +164,7 @@ def _shape(value: Any) -> object:
 
 def has_compiled() -> bool:
     """True if there is a graph that runs under a budget."""
-    return any(session.tables for session in list(_sessions.values()))
+    return any(session.has_compiled for session in list(_sessions.values()))
 
 
 def _raiser(error: TeraplanError) -> Compiled:

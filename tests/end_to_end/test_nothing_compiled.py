@@ -29,18 +29,27 @@ def test_the_first_step_of_an_optimizer_tells(
         assert not caplog.text, "once is enough"
 
 
-def test_other_backends_are_not_told_of() -> None:
-    """A process that has imported teraplan for its status, and compiles with something else."""
+def test_only_for_our_backend_and_only_where_nothing_is_compiled() -> None:
+    """In a process that has imported teraplan for its status."""
     code = """
 import torch, teraplan
 from teraplan import backend
-model = torch.nn.Linear(2, 2)
-model.compile(backend=BACKEND)
+class Own(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+model = MODEL(2, 2)
+model.compile(backend=BACKEND, options=OPTIONS)
 optimizer = torch.optim.SGD(model.parameters())
 model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
 """
-    for name, told in (("eager", False), ("teraplan", True)):
-        command = [sys.executable, "-c", code.replace("BACKEND", repr(name))]
+    ours = '{"kernels": "aot_eager"}'
+    for backend, options, model, told in (
+        ("eager", "None", "torch.nn.Linear", False),
+        ("teraplan", ours, "torch.nn.Linear", True),
+        ("teraplan", ours, "Own", False),  # it saves nothing that could move
+    ):
+        lines = code.replace("BACKEND", repr(backend)).replace("OPTIONS", options)
+        command = [sys.executable, "-c", lines.replace("MODEL", model)]
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         assert ("no graph has been compiled" in found.stderr) is told, found.stderr
