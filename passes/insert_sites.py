@@ -13,7 +13,7 @@ of one projection); each has its slot, and the runtime, which sees the storage, 
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -58,7 +58,7 @@ def insert_sites(
             (parameters, buffers).
         with_recipes: look for saved activations that can be computed again.
     """
-    fingerprint = _hash(forward, backward)
+    fingerprint = _hash(forward, backward, _static(forward, static_inputs))
     candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
     recipes: dict[fx.Node, FoundRecipe] = {}
     if with_recipes:
@@ -88,10 +88,12 @@ def insert_sites(
     return table
 
 
-def _hash(forward: fx.Graph, backward: fx.Graph) -> str:
-    """Of what is computed, in which types; sizes may vary."""
-    values = [n.meta.get("val") for n in forward.nodes if n.op == "placeholder"]
-    types = [str(v.dtype) for v in values if isinstance(v, torch.Tensor)]
+def _hash(forward: fx.Graph, backward: fx.Graph, static: Set[fx.Node]) -> str:
+    """Of what is computed, in which types, with parameters of which sizes; a batch's may vary."""
+    inputs = forward.find_nodes(op="placeholder")
+    values = [(node, node.meta.get("val")) for node in inputs]
+    tensors = [(node, v) for node, v in values if isinstance(v, torch.Tensor)]
+    types = [(str(v.dtype), *(tuple(v.shape) if node in static else ())) for node, v in tensors]
     text = f"{forward}\n{backward}\n{types}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -165,3 +165,14 @@ def test_the_table_tells_graphs_apart_and_repeats() -> None:
     assert first == again
     assert other.graph != first.graph
     assert type(first).from_json(first.to_json()) == first
+
+
+def test_models_of_other_widths_have_other_graphs_and_batches_of_other_sizes_have_not() -> None:
+    def graph_of(rows: int, width: int) -> str:
+        weight = torch.nn.Parameter(torch.rand(width, width))
+        _, _, table = instrumented(lambda x: (x @ weight).sin().cos(), torch.rand(rows, width))
+        return table.graph
+
+    first = graph_of(SIDE, SIDE)
+    assert graph_of(2 * SIDE, SIDE) == first
+    assert graph_of(SIDE, 2 * SIDE) != first
