@@ -73,7 +73,9 @@ class BudgetShares:
         if self._given is not None and self._given.nbytes is not None:
             self._refresh(())
             self._keeper.share_out(self._given.nbytes, self.forecast.least_bytes)
-            self.forecast.refuse(self._given.nbytes - self._keeper.limit_bytes, certainly=False)
+            moving = self._keeper.limit_bytes
+            rest = self._given.nbytes - moving
+            self.forecast.refuse(rest, certainly=False, moving_bytes=moving)
 
     def divide(
         self, case: Case, tables: Iterable[GraphTable], *, is_first: bool, may_start: bool

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses import FakeTensor
 
 from teraplan.config import Config
 from teraplan.errors import ConfigError, InfeasibleBudgetError, TeraplanError
@@ -126,6 +127,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
     varying = _telling_inputs(gm, example_inputs)
 
     def call(*args: Any) -> Any:
+        if any(isinstance(x, FakeTensor) for x in args):
+            return graph.results_like(args)
         shapes = tuple(_shape(args[i]) for i in varying)
         try:
             results = graph.run(args, shapes)

@@ -64,6 +64,10 @@ class RunnableGraph:
         with running(session, shapes):
             return self._compiled(*args)
 
+    def results_like(self, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
+        """Results without values, which DistributedDataParallel asks for while it compiles."""
+        return self._compiled(*args)
+
     def _keep_up(self, args: tuple[Any, ...]) -> None:
         """Compile the graph anew if the training state has started to move."""
         if self._moves_state or not self._session.keeper.moves:
