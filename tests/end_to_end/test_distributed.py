@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from teraplan.errors import InfeasibleBudgetError
@@ -17,9 +18,7 @@ DEPTH = 16
 
 @pytest.fixture(autouse=True)
 def _group() -> Iterator[None]:
-    dist.init_process_group(
-        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch._dynamo.reset()
     dist.destroy_process_group()
