@@ -3,7 +3,7 @@
     chunk   | p0 | p1 | p2 |  free  |     tensors of one sort, one after another as they are made
 
 Tensors that are made one after another are used one after another (PatrickStar, arXiv 2108.05818,
-section 5, which has all tensors in chunks of one size, chosen to waste little). Here a chunk is as
+which has all tensors in chunks of one size, chosen to waste little). Here a chunk is as
 large as makes that time a small part, and no tensor is in one that would fill half of it.
 """
 

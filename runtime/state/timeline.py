@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from teraplan.runtime.state.block import Key
 
 NEVER = 1 << 60
+_LOOK_AHEAD = 256
+"""Uses: enough to keep the disk busy, and few to look through at each use."""
 
 
 class Timeline:
@@ -43,10 +45,11 @@ class Timeline:
             return positions[found] - self._at
         return len(self.past) - self._at + positions[0]
 
-    def ahead(self) -> Iterator[Key]:
-        """What comes next, over the end of the step and once around."""
-        yield from self.past[self._at :]
-        yield from self.past[: self._at]
+    def ahead(self, count: int = _LOOK_AHEAD) -> Iterator[Key]:
+        """What the next `count` uses are of, over the end of the step and at most once around."""
+        total = len(self.past)
+        for number in range(self._at, self._at + min(count, total)):
+            yield self.past[number % total]
 
     def begin_step(self) -> bool:
         """A step begins; True if the one before did something else than the one before that."""

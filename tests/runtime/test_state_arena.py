@@ -183,3 +183,4 @@ def test_timeline_knows_the_step_before() -> None:
     assert timeline.note(C) == 2, "what did not happen this time is passed over"
     assert timeline.next_use(B) == 2, "in the next step"
     assert list(timeline.ahead()) == [A, A, B, C]
+    assert list(timeline.ahead(3)) == [A, A, B]
