@@ -139,8 +139,8 @@ def test_experts_with_data_dependent_routing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_gpt_with_fused_kernels(dropout: float) -> None:
-    config = dataclasses.replace(GPT, dropout=dropout)
+def test_gpt_with_fused_kernels() -> None:
+    """Dropout takes random numbers; without it the demonstration trains one."""
+    config = dataclasses.replace(GPT, dropout=0.1)
     program = _twenty(lambda: gpt.build(config), lambda step: gpt.batch(config, 16, step))
     check(program, 0.4, kernels="inductor")
