@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.plan import Plan
 from teraplan.runtime.case import Case
-from teraplan.runtime.plan_maker import PlanMaker
+from teraplan.runtime.plan_maker import MEASURED_WITHIN_BYTES, PlanMaker
 from teraplan.units import MIB, format_nbytes
 
 log = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ _MAX_CORRECTIONS = 4
 _CORRECTION_FACTOR = 1.25
 """Of what the process took beyond its budget, so much is held back. It is faster to move more than
 to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
+_WITHIN_FRACTION = 0.02
+"""Of the budget, or a few pages of the heap: no reason to plan anew, and to move more."""
 _BEARABLE_FRACTION, _BEARABLE_BYTES = 0.05, 48 * MIB
 """Of what the process takes beyond the budget. Beyond that it is better to be slower."""
 _COMPARED_AFTER = (3, 6, 12, 24)
@@ -58,7 +60,8 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     """
     if plans.replayed is not None:
         return _NOTHING
-    if peak_bytes > budget_bytes and case.corrections < _MAX_CORRECTIONS:
+    within = min(MEASURED_WITHIN_BYTES, int(budget_bytes * _WITHIN_FRACTION))
+    if peak_bytes > budget_bytes + within and case.corrections < _MAX_CORRECTIONS:
         return _hold_back(case, plans, peak_bytes, budget_bytes)
     may_slow_down = case.calibrations < _MAX_CALIBRATIONS
     if len(case.runs) in _COMPARED_AFTER and case.calibrate(may_slow_down=may_slow_down):
