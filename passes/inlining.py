@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from teraplan import ops
 from teraplan.passes.aliases import base_of, is_view
 from teraplan.passes.fused_runs import FusedRuns
 
@@ -26,6 +27,7 @@ _MOST_READS_REUSED = 4
 _aten = torch.ops.aten
 _LOGARITHMS = (_aten.log, _aten.log1p, _aten.log2, _aten.log10)
 _SLOW_ON_CPU = frozenset((_aten.exp, *_LOGARITHMS, _aten.sigmoid, _aten.tanh))
+_OURS = frozenset(ops.ALL)
 _ALSO_POINTWISE = frozenset((_aten._to_copy, torch.ops.prims.convert_element_type))
 
 
@@ -82,16 +84,12 @@ def _stays_formula(node: fx.Node, formula: _Formula, runs: FusedRuns) -> bool:
     if not _read_by_kernels_alone(node, runs) or len(formula.reads) > _MOST_READS:
         return False
     # An op of ours says that it changes what it is given: who reads that computes before it.
-    if any(not runs.is_fused(u) for r in formula.reads for u in r.users if _is_ours(u)):
+    if any(user.target in _OURS for read in formula.reads for user in read.users):
         return False
     if len(node.users) == 1:
         return True
     short = formula.num_operations <= _MOST_OPERATIONS
     return short and len(formula.reads) <= _MOST_READS_REUSED and not formula.is_slow
-
-
-def _is_ours(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "teraplan"
 
 
 def _read_by_kernels_alone(node: fx.Node, runs: FusedRuns) -> bool:

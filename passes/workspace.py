@@ -94,8 +94,9 @@ def memory_of(graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node]) -> 
         saved: of a backward, the node of the forward that each slot is (a view of); of a forward,
             nothing.
     """
-    position = _positions(graph, fused=fused)
-    made = list(_intermediates(graph, position, fused=fused))
+    runs = FusedRuns(graph) if fused else None
+    position = _positions(graph, runs)
+    made = list(_intermediates(graph, position, runs))
     if fused:
         made = _written_in_place(made)
     spans = [*made, *_needed(graph, position, saved)]
@@ -105,8 +106,7 @@ def memory_of(graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node]) -> 
 
 def workspace_nbytes(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> int:
     """Most bytes of intermediates at once, run node by node, `excluded` ones left out."""
-    position = _positions(graph, fused=False)
-    return _peak(list(_intermediates(graph, position, fused=False, excluded=excluded)))
+    return _peak(list(_intermediates(graph, _positions(graph, None), None, excluded)))
 
 
 def _gradients_nbytes(backward: fx.Graph, static_inputs: Sequence[int]) -> int:
@@ -117,13 +117,12 @@ def _gradients_nbytes(backward: fx.Graph, static_inputs: Sequence[int]) -> int:
     return sum(nbytes_of(base) for base in bases if base.target is not ops.settle)
 
 
-def _positions(graph: fx.Graph, *, fused: bool) -> dict[fx.Node, int]:
-    """When each node runs. A run of nodes that are one kernel has one position."""
-    runs = FusedRuns(graph)
+def _positions(graph: fx.Graph, runs: FusedRuns | None) -> dict[fx.Node, int]:
+    """When each node runs. A run of nodes that are one kernel has one position; None: all alone."""
     position: dict[fx.Node, int] = {}
     now, inside = 0, False
     for node in graph.nodes:
-        is_fused = fused and runs.is_fused(node)
+        is_fused = runs is not None and runs.is_fused(node)
         if not (is_fused and inside):
             now += 1
         inside = is_fused
@@ -134,19 +133,17 @@ def _positions(graph: fx.Graph, *, fused: bool) -> dict[fx.Node, int]:
 def _intermediates(
     graph: fx.Graph,
     position: Mapping[fx.Node, int],
-    *,
-    fused: bool,
+    runs: FusedRuns | None,
     excluded: Set[fx.Node] = frozenset(),
 ) -> Iterator[_Span]:
     """What the nodes of a graph leave in memory, from where it is made to its last use."""
-    runs = FusedRuns(graph)
-    inlined = inlined_nodes(graph, runs) if fused else frozenset[fx.Node]()
+    inlined = inlined_nodes(graph, runs) if runs is not None else frozenset[fx.Node]()
     last_use = _last_uses(graph, position, inlined)
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or is_view(node) or node in inlined:
             continue
-        copied = _copied_nbytes(node)
-        if copied and not fused:
+        copied = _copied_nbytes(node) if runs is None else 0
+        if copied:
             yield _Span(position[node], position[node], copied)
         nbytes = nbytes_of(node)
         if not nbytes or node.target in _ELSEWHERE or node in excluded:
@@ -155,7 +152,7 @@ def _intermediates(
         if node.target is operator.getitem:  # one result of several
             made = node.all_input_nodes[0]
         start, last = position[made], last_use[node]
-        is_fused = fused and made is node and runs.is_fused(node)
+        is_fused = runs is not None and made is node and runs.is_fused(node)
         if not (is_fused and last == start):
             pointwise = is_fused and is_pointwise(node)
             yield _Span(start, max(start, last), nbytes, can_overwrite=pointwise)

@@ -16,7 +16,7 @@ from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import Direction, TransferRecord
 from teraplan.runtime import census, process_memory
 from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.device import Arrival, Beside, Copy, Device
+from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Arrival, Beside, Copy, Device
 from teraplan.runtime.inductor_memory import take_memory_from
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.pages import use_huge_pages, use_small_pages
@@ -30,8 +30,6 @@ _RESERVED_FRACTION = 0.9
 
 _WORTH_HUGE_PAGES_BYTES = 128 << 20
 """With so many tensors the heap lies on huge pages. Where it has holes they take 15 MiB more."""
-_WORTH_MEASURING_BYTES = 2 << 20
-"""So much free memory may be counted as used where memory is measured."""
 _WORTH_TRIMMING_BYTES = 4 << 20
 _SITES_BETWEEN_TRIMS = 256
 _MOST_TIME_FOR_URGENT_TRIMS = 0.02
@@ -204,7 +202,7 @@ class CpuDevice(Device):
         peak = process_memory.peak_bytes()
         if self._beside is not None:
             peak -= self._beside.take_peak()
-        if self._exact and self._free_bytes() > _WORTH_MEASURING_BYTES:
+        if self._exact and self._free_bytes() > MEASURED_WITHIN_BYTES:
             self._trim()
         process_memory.reset_peak()
         return peak

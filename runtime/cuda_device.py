@@ -21,6 +21,7 @@ import torch
 from teraplan.errors import FallbackRefusedError, StorageFullError
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import Direction, TransferRecord
+from teraplan.runtime import fallbacks
 from teraplan.runtime.cuda_copies import (
     DirectArrival,
     DirectCopy,
@@ -275,8 +276,8 @@ class CudaDevice(Device):
 
     def _refuse_pageable(self) -> None:
         pageable = [pool.why_not_pinned for pool in self._pools() if pool.why_not_pinned]
-        if self._strict and pageable:
-            raise FallbackRefusedError(f"strict is set, and {pageable[0]}")
+        if pageable:
+            fallbacks.allow(pageable[0], strict=self._strict)
 
     def _pools(self) -> tuple[PinnedPool, ...]:
         if self.staging is None:

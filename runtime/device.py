@@ -22,6 +22,9 @@ from teraplan.runtime.host_lane import HostLane, PlainLane
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, StoreInfo
 
+MEASURED_WITHIN_BYTES = 2 << 20
+"""So much free memory of a process may be counted as used, in one run more than in another."""
+
 
 class Copy(ABC):
     """The bytes of one storage in another tier, or on their way there."""

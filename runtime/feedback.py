@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.plan import Plan
 from teraplan.runtime.case import Case
-from teraplan.runtime.plan_maker import MEASURED_WITHIN_BYTES, PlanMaker
+from teraplan.runtime.device import MEASURED_WITHIN_BYTES
+from teraplan.runtime.plan_maker import PlanMaker
 from teraplan.units import MIB, format_nbytes
 
 log = logging.getLogger(__name__)

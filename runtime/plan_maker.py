@@ -23,7 +23,7 @@ from teraplan.plan_file import read_plan, require_same_fingerprint
 from teraplan.planners import make_plan, planner_named
 from teraplan.planners.base import Problem, require_feasible
 from teraplan.runtime.case import Case
-from teraplan.runtime.device import Device
+from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Device
 from teraplan.runtime.report_files import ReportFiles
 from teraplan.step_trace import StepTrace, TensorKind
 from teraplan.units import format_nbytes, format_ns
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 _SAVED_AT_HAND = 2
 """Saved activations that are on the device where most others have left."""
-MEASURED_WITHIN_BYTES = 2 << 20
-"""So much free memory of a process may be counted as used, in one run more than in another."""
 _DAY_NS = 86_400 * 10**9
 _WEAR_ATTEMPTS = 5
 

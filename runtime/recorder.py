@@ -134,12 +134,18 @@ class StepRecorder:
 
         That is loading data, evaluation, a checkpoint.
         """
-        self._note_end()
+        if self.measure_memory:
+            self._peak_at_end = self._take_peak()
+        else:
+            self._peak_at_end = self._device.peak_bytes()
+        self._end_mark = self._device.mark()
+        self._waited_at_end = self._device.waited_beside_ns()
+        self._sites_at_end = self.num_sites  # last: an interrupt leaves the end to be noted again
 
     def finish(self) -> None:
         """The step is over."""
         if self._sites_at_end != self.num_sites:
-            self._note_end()
+            self.may_end_here()
 
     @property
     def peak_bytes(self) -> int:
@@ -151,15 +157,6 @@ class StepRecorder:
         peak = max(self._peak_at_end, self._device.take_peak())
         self._peak_at_end = 0
         return peak
-
-    def _note_end(self) -> None:
-        if self.measure_memory:
-            self._peak_at_end = self._take_peak()
-        else:
-            self._peak_at_end = self._device.peak_bytes()
-        self._end_mark = self._device.mark()
-        self._waited_at_end = self._device.waited_beside_ns()
-        self._sites_at_end = self.num_sites  # last: an interrupt leaves the end to be noted again
 
     def signature(self) -> Signature:
         """What must be equal in two steps for their measurements to be of the same thing."""

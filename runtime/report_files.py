@@ -6,11 +6,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from teraplan.errors import ConfigError, FallbackRefusedError
+from teraplan.errors import ConfigError
 from teraplan.plan import Plan
 from teraplan.plan_file import write_plan
 from teraplan.run_file import write_runs
 from teraplan.run_record import RunRecord
+from teraplan.runtime import fallbacks
 from teraplan.step_trace import StepTrace
 from teraplan.trace_file import write_trace
 
@@ -57,8 +58,7 @@ class ReportFiles:
             write(path)
         except OSError as error:
             text = f"{path} cannot be written: {error.strerror}"
-            if self._strict:
-                raise FallbackRefusedError(f"strict is set, and {text}") from error
+            fallbacks.allow(text, strict=self._strict)
             if text not in self.fallbacks:
                 self.fallbacks.append(text)
                 log.warning("%s", text)

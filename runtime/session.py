@@ -29,6 +29,7 @@ from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.plan import Plan
 from teraplan.report.summary import plan_banner
 from teraplan.run_record import TransferRecord
+from teraplan.runtime import fallbacks
 from teraplan.runtime.budget_shares import BudgetShares
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
@@ -382,8 +383,7 @@ class Session:
         self._peak_bytes = 0
 
     def _fall_back(self, what: str) -> None:
-        if self.config.strict:
-            raise FallbackRefusedError(f"strict is set, and {what}")
+        fallbacks.allow(what, strict=self.config.strict)
         self.fallbacks.append(what)
         log.warning("%s", what)
 

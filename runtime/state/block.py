@@ -70,12 +70,9 @@ class Block:
     @property
     def label(self) -> str:
         """For people."""
-        shape = "x".join(map(str, self.shape))
-        return f"{self.what} {self.key[1]} ({shape if self.num_tensors == 1 else self._contents})"
-
-    @property
-    def _contents(self) -> str:
-        return f"{self.num_tensors} small tensors"
+        of_one = "x".join(map(str, self.shape))
+        contents = of_one if self.num_tensors <= 1 else f"{self.num_tensors} small tensors"
+        return f"{self.what} {self.key[1]} ({contents})"
 
     @property
     def held(self) -> bool:

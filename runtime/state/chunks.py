@@ -107,7 +107,7 @@ class Chunks:
     def add(self, block: Block, like: torch.Tensor) -> torch.Tensor:
         """An uninitialized tensor in a block that has room for it and is in memory."""
         offset = block.filled_bytes
-        block.filled_bytes += -(-span_nbytes(like) // _ALIGNMENT) * _ALIGNMENT
+        block.filled_bytes += pages.round_up(span_nbytes(like), _ALIGNMENT)
         return self._arena.place(block, like, offset)
 
     def close(self) -> None:

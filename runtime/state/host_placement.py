@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from teraplan.errors import FallbackRefusedError, StorageFullError
+from teraplan.errors import StorageFullError
+from teraplan.runtime import fallbacks
 from teraplan.runtime.census import states_to_come
 from teraplan.runtime.device import Device
 from teraplan.runtime.host_lane import HostLane
@@ -135,8 +136,7 @@ class HostPlacement:
 
     def note(self, text: str) -> None:
         """Something is updated on the device that was to be updated on the host."""
-        if self._strict:
-            raise FallbackRefusedError(f"strict is set, and {text}")
+        fallbacks.allow(text, strict=self._strict)
         if text not in self.fallbacks:
             self.fallbacks.append(text)
 

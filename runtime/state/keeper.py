@@ -12,8 +12,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
-from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError
-from teraplan.runtime import census
+from teraplan.errors import InfeasibleBudgetError
+from teraplan.runtime import census, fallbacks
 from teraplan.runtime.device import Device
 from teraplan.runtime.state.chunks import chunk_nbytes
 from teraplan.runtime.state.gradient_updates import GradientUpdates
@@ -136,7 +136,7 @@ class StateKeeper:
         """
         if self._config.strict and self.state is not None:
             for what in self._slow_paths():
-                raise FallbackRefusedError(f"strict is set, and {what}")
+                fallbacks.allow(what, strict=True)
 
     def explain(self, error: InfeasibleBudgetError) -> None:
         """Let the least budget that the error names be that of the state and all else together."""

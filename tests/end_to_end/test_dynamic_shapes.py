@@ -12,6 +12,7 @@ from tests.end_to_end.training import (
     MLP,
     UNLIMITED,
     Run,
+    accumulating,
     assert_same,
     bits,
     run,
@@ -61,27 +62,14 @@ def test_products_of_symbols(sizes: list[tuple[int, int]]) -> None:
     assert len(left) >= 4 * 2 * len(sizes)
 
 
-def _two_sizes(steps: int, *, dynamic: bool) -> object:
-    def program(this: Run) -> None:
-        torch.manual_seed(1)
-        model = this.compile(MLP(), dynamic=dynamic)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(steps):
-            loss = model(*MLP(rows=(1536, 2048)[step % 2]).batch(step))
-            torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
-
-    return program
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False], ids=["symbolic", "recompiled"])
 def test_a_plan_for_each_size_used_again(dynamic: bool) -> None:
-    program = _two_sizes(16, dynamic=dynamic)
-    reference = unlimited(program)  # type: ignore[arg-type]
-    limited = tight(program, reference, 0.5)  # type: ignore[arg-type]
+    program = accumulating(
+        MLP, lambda step: [MLP(rows=(1536, 2048)[step % 2]).batch(step)], steps=16, dynamic=dynamic
+    )
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.5)
     assert_same(reference, limited)
     assert limited.final.graphs == (1 if dynamic else limited.final.graphs)
     for status in limited.statuses[-4:]:
@@ -95,18 +83,12 @@ def test_a_plan_for_each_size_used_again(dynamic: bool) -> None:
 def test_micro_batches_of_different_sizes() -> None:
     """The step's first sizes do not tell the others: a plan for smaller ones may not fit."""
 
-    def program(this: Run) -> None:
-        torch.manual_seed(1)
-        model = this.compile(MLP(), dynamic=True)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(10):
-            for rows in (1536, 1024 + 128 * (step % 4)):
-                loss = model(*MLP(rows=rows).batch(step))
-                torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
-
+    program = accumulating(
+        MLP,
+        lambda step: [MLP(rows=rows).batch(step) for rows in (1536, 1024 + 128 * (step % 4))],
+        steps=10,
+        dynamic=True,
+    )
     reference = unlimited(program)
     assert_same(reference, tight(program, reference, 0.8))
 
@@ -115,18 +97,12 @@ def test_micro_batches_of_different_sizes() -> None:
 def test_a_micro_batch_that_is_larger_than_planned() -> None:
     """What the plan leaves for it is not enough; the step goes on with what it takes."""
 
-    def program(this: Run) -> None:
-        torch.manual_seed(1)
-        model = this.compile(MLP(), dynamic=True)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(9):
-            for rows in (1024, 4096 if step == 7 else 1025):
-                loss = model(*MLP(rows=rows).batch(step))
-                torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
-
+    program = accumulating(
+        MLP,
+        lambda step: [MLP(rows=rows).batch(step) for rows in (1024, 4096 if step == 7 else 1025)],
+        steps=9,
+        dynamic=True,
+    )
     reference = unlimited(program)
     limited = tight(program, reference, 0.5)
     assert_same(reference, limited)

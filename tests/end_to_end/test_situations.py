@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import teraplan
-from tests.end_to_end.training import MLP, Run, assert_same, check, tight, training, unlimited
+from tests.end_to_end.training import (
+    MLP,
+    Run,
+    accumulating,
+    assert_same,
+    check,
+    tight,
+    training,
+    unlimited,
+)
 
 
 class _Broken(nn.Module):
@@ -158,18 +167,10 @@ def test_interleaved_micro_batches() -> None:
 def test_last_step_with_fewer_micro_batches() -> None:
     """As at the end of an epoch: the step is another one than was planned, and right anyway."""
 
-    def program(this: Run) -> None:
-        model = this.compile(MLP(rows=1024))
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(12):
-            loss = torch.zeros(())
-            for i in range(1 if step in (7, 8) else 3):
-                loss = model(*MLP(rows=1024).batch(10 * step + i))
-                torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
+    def batches(step: int) -> list[tuple[Tensor, ...]]:
+        return [MLP(rows=1024).batch(10 * step + i) for i in range(1 if step in (7, 8) else 3)]
 
+    program = accumulating(lambda: MLP(rows=1024), batches, steps=12)
     reference = unlimited(program)
     limited = tight(program, reference, 0.5)
     assert_same(reference, limited)

@@ -151,17 +151,38 @@ def training(
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> Program:
     """The usual program: forward, backward, optimizer, `steps` times."""
+    return accumulating(
+        make_model,
+        lambda step: [batches(step)],
+        steps=steps,
+        loss_of=loss_of,
+        make_optimizer=make_optimizer,
+    )
+
+
+def accumulating(
+    make_model: Callable[[], nn.Module],
+    batches: Callable[[int], Iterable[Iterable[Tensor]]],
+    *,
+    steps: int,
+    dynamic: bool | None = None,
+    loss_of: Callable[[object], Tensor] = lambda result: result,  # type: ignore[assignment,return-value]
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> Program:
+    """The same with a forward and a backward for each of the batches of a step."""
 
     def program(this: Run) -> None:
-        model = this.compile(make_model())
+        model = this.compile(make_model(), dynamic=dynamic)
         parameters = list(model.parameters())
         if make_optimizer is None:
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         else:
             optimizer = make_optimizer(parameters)
         for step in range(steps):
-            loss = loss_of(model(*batches(step)))
-            torch.autograd.backward(loss)
+            loss = torch.zeros(())
+            for batch in batches(step):
+                loss = loss_of(model(*batch))
+                torch.autograd.backward(loss)
             optimizer.step()
             this.record(loss, model)
             optimizer.zero_grad()

@@ -1,9 +1,7 @@
 """Small tensors in blocks together, over a real file."""
 
 import gc
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,9 @@ from teraplan.hardware import Link
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Place
 from teraplan.runtime.state.chunks import Chunks, Sort, chunk_nbytes
-from teraplan.runtime.storage import Storage, default_directory
 from teraplan.step_trace import TensorKind
 from teraplan.units import GIB, KIB, MIB
+from tests.runtime import state_arena
 
 PARAMETERS: Sort = (TensorKind.PARAMETER, False)
 FROZEN: Sort = (TensorKind.PARAMETER, True)
@@ -24,10 +22,8 @@ GRADIENTS: Sort = (TensorKind.GRADIENT, False)
 
 @pytest.fixture
 def arena() -> Iterator[StateArena]:
-    with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory:
-        arena = StateArena(Storage.open([Path(directory)], checksum=False), 64 * MIB)
+    with state_arena.opened(64 * MIB) as arena:
         yield arena
-        arena.close()
 
 
 def put(chunks: Chunks, value: Tensor, sort: Sort = PARAMETERS) -> tuple[Tensor, Block]:

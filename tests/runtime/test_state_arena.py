@@ -3,10 +3,8 @@
 import gc
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +17,9 @@ from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.state.trimmer import Trimmer
-from teraplan.runtime.storage import Storage, default_directory
 from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
+from tests.runtime import state_arena
 
 A, B, C = ((TensorKind.PARAMETER, number) for number in range(3))
 G = (TensorKind.GRADIENT, 0)
@@ -29,10 +27,8 @@ G = (TensorKind.GRADIENT, 0)
 
 @pytest.fixture
 def arena() -> Iterator[StateArena]:
-    with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory:
-        arena = StateArena(Storage.open([Path(directory)], checksum=False), 4 * MIB)
+    with state_arena.opened(4 * MIB) as arena:
         yield arena
-        arena.close()
 
 
 def filled(arena: StateArena, number: int, nbytes: int = MIB) -> tuple[Tensor, Block]:
