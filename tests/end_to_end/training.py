@@ -21,6 +21,8 @@ from teraplan.status import Status
 UNLIMITED = 100 << 30
 _ATTEMPTS = 4
 """Memory is measured anew in every run, so the least budget of one may miss that of the next."""
+_LESS = 0.2
+"""For the same reason a budget that is tight in one run may be ample in the next."""
 
 
 def bits(values: Iterable[Tensor | None]) -> str:
@@ -136,6 +138,8 @@ def check(program: Program, *fractions: float, may_stay: bool = False, **options
     limited = reference
     for fraction in fractions or (0.4,):
         limited = tight(program, reference, fraction, **options)
+        if limited.moved_bytes == 0 and not may_stay:  # measured less than the reference had been
+            limited = tight(program, reference, fraction - _LESS, **options)
         assert_same(reference, limited)
         if not may_stay:
             assert_kept_to_plan(limited)
