@@ -1,11 +1,12 @@
 """How fast training goes when parameters, gradients and optimizer state do not fit the budget.
 
-    python -m bench.bench_training_state [--rounds 7] [--percents 100 75 50 35 20]
+    python -m bench.bench_training_state [--rounds 7] [--percents 100 75 50 35 20] [--beside teraio]
 
 A GPT with AdamW under plain Inductor, and under device budgets that leave some per cent of its
 training state for that state, beside what the activations take at their peak (with `--strict` they
 have to fit, too); a process each, one step each in turn. Writes a table, a picture, and how many
-tokens a step needs for a rate by the break-even formula of docs/training-state.md.
+tokens a step needs for a rate by the break-even formula of docs/training-state.md. `--beside` asks
+another question: how fast are the plans of our policy and of another one, really?
 """
 
 import argparse
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--percents", type=int, nargs="*", default=list(PERCENTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", default="training_state_rate", help="name of the result")
+    parser.add_argument("--beside", metavar="POLICY", help="plans of this policy, too")
     compare_rates(parser.parse_args())
 
 
@@ -64,8 +66,11 @@ def compare_rates(options: argparse.Namespace) -> None:
     common["warmup_steps"] = _WARMUP_STEPS
     for percent in options.percents:
         settings = run_settings(options, state_bytes * percent // 100 + beside_bytes)
-        name = f"{percent} %"
-        contenders.append(Contender(name=name, backend="teraplan", options=settings, **common))
+        for policy in (None, options.beside) if options.beside else (None,):
+            name, chosen = f"{percent} %", settings
+            if policy is not None:
+                name, chosen = f"{policy} {percent} %", settings | {"policy": policy}
+            contenders.append(Contender(name=name, backend="teraplan", options=chosen, **common))
     results = race(contenders, options.rounds)
     link = storage_link([Path(options.storage) if options.storage else default_directory()])
     tokens = options.tokens * options.batch * options.accumulate

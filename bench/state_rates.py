@@ -25,7 +25,7 @@ def rate_table(results: dict[str, dict[str, Any]], state_bytes: int) -> str:
     """One line per contender."""
     columns = ["budget", "step", "rate", "predicted", "off", "peak", "pred. peak", "off"]
     columns += ["process", "written", "read", "waits", "tokens"]
-    rows = [" " * 10 + "".join(f"{column:>11}" for column in columns)]
+    rows = [" " * 14 + "".join(f"{column:>11}" for column in columns)]
     for name, result in results.items():
         step_ns, status = result["median_step_ns"], result["status"]
         cells = [format_nbytes(status["device_budget_bytes"]), format_ns(step_ns)]
@@ -47,7 +47,7 @@ def rate_table(results: dict[str, dict[str, Any]], state_bytes: int) -> str:
                 format_ns(status["state_wait_ns"]),
                 str(result["tokens_for_rate"]),
             ]
-        rows.append(f"{name:10}" + "".join(f"{cell:>11}" for cell in cells))
+        rows.append(f"{name:14}" + "".join(f"{cell:>11}" for cell in cells))
     rows.append(f"training state {format_nbytes(state_bytes)}")
     return "\n".join(rows)
 

@@ -49,6 +49,8 @@ class Case:
     calibrations: int = 0
     """How often actual times were taken over, since they were not as predicted."""
     corrections: int = 0
+    gave_back: bool = False
+    """Too much had been held back."""
     attempts: int = 0
     runs: list[RunRecord] = field(default_factory=list[RunRecord])
     runs_of: Schedule | None = None

@@ -28,8 +28,10 @@ _WITHIN_FRACTION = 0.02
 """Of the budget, or a few pages of the heap: no reason to plan anew, and to move more."""
 _BEARABLE_FRACTION, _BEARABLE_BYTES = 0.05, 48 * MIB
 """Of what the process takes beyond the budget. Beyond that it is better to be slower."""
+_UNUSED_FRACTION, _UNUSED_BYTES = 0.03, 4 * MIB
+"""Of the budget: what is held back and then not used is given back from here on."""
 _COMPARED_AFTER = (3, 6, 12, 24)
-"""Steps under one plan after which predicted and actual times are compared."""
+"""Steps under one plan after which predicted and actual times and peaks are compared."""
 _MAX_CALIBRATIONS = 4
 """On a machine whose speed varies, predictions would follow for ever. Afterwards they follow where
 steps are faster than predicted: what made them slower before has passed."""
@@ -64,9 +66,12 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     within = min(MEASURED_WITHIN_BYTES, int(budget_bytes * _WITHIN_FRACTION))
     if peak_bytes > budget_bytes + within and case.corrections < _MAX_CORRECTIONS:
         return _hold_back(case, plans, peak_bytes, budget_bytes)
+    if len(case.runs) not in _COMPARED_AFTER:
+        return _NOTHING
+    less = _hold_back_less(case, budget_bytes - peak_bytes, budget_bytes)
     may_slow_down = case.calibrations < _MAX_CALIBRATIONS
-    if len(case.runs) in _COMPARED_AFTER and case.calibrate(may_slow_down=may_slow_down):
-        return _with_actual_times(case, plans)
+    if case.calibrate(may_slow_down=may_slow_down) or less:
+        return _with_actual_values(case, plans)
     return _NOTHING
 
 
@@ -106,10 +111,23 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
     )
 
 
-def _with_actual_times(case: Case, plans: PlanMaker) -> Lesson:
+def _hold_back_less(case: Case, unused_bytes: int, budget_bytes: int) -> bool:
+    """Give back half of what turned out to be held back for nothing, once; True if that is much.
+
+    What was beyond the budget may have been of the first steps under a plan alone.
+    """
+    if case.gave_back or unused_bytes <= max(_UNUSED_BYTES, int(budget_bytes * _UNUSED_FRACTION)):
+        return False
+    given = min(case.reserve_bytes, unused_bytes // 2)
+    case.gave_back = given > 0
+    case.reserve_bytes -= given
+    return case.gave_back
+
+
+def _with_actual_values(case: Case, plans: PlanMaker) -> Lesson:
     try:
         plan = plans.make(case)
     except InfeasibleBudgetError as error:  # a policy of someone else's: the old plan works
-        return Lesson(fallback=f"there is no plan with the times of planned steps: {error}")
+        return Lesson(fallback=f"there is no plan with what planned steps took: {error}")
     log.info("computation in planned steps: %.3f of the measured time", case.slowdown)
     return Lesson(plan=plan)

@@ -90,9 +90,12 @@ class Malloc:
         if self.available:
             self._library.malloc_trim(0)
 
-    def free_bytes(self) -> int:
-        """Bytes of the heap that hold nothing; some of them may have been given back already."""
-        return int(self._library.mallinfo2().fordblks) if self.available else 0
+    def in_use_bytes(self) -> int:
+        """Bytes that have been asked for and not been freed, touched or not."""
+        if not self.available:
+            return 0
+        info = self._library.mallinfo2()
+        return int(info.uordblks + info.hblkhd)
 
     def _plug_holes(self) -> None:
         """Take each hole of the heap in which a large block would fit, for good."""

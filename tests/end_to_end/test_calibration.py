@@ -180,3 +180,28 @@ def test_where_not_all_of_it_can_be_held_back_as_much_is_as_there_is() -> None:
         assert _lesson(session, beyond_bytes=1 << 40).plan is None, "there is no more"
 
     _after_training(check)
+
+
+def test_half_of_what_is_held_back_for_nothing_is_given_back_once() -> None:
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        assert case.budgets is not None
+        _nothing_learned(session)
+        unused_bytes = 8 << 20
+        case.gave_back, case.reserve_bytes = False, 2 * unused_bytes
+        state_bytes = case.memory.state_bytes if case.memory is not None else 0
+        case.budgets = dataclasses.replace(case.budgets, device_bytes=64 << 20)
+        _make_out(session, 1.0)
+
+        def lesson() -> Lesson:
+            limit_bytes = 64 << 20
+            peak_bytes = limit_bytes - unused_bytes
+            return learn(case, session.plans, peak_bytes=peak_bytes, budget_bytes=limit_bytes)
+
+        plan = lesson().plan
+        assert plan is not None
+        assert case.reserve_bytes == 2 * unused_bytes - unused_bytes // 2
+        assert plan.trace.state_bytes == state_bytes + case.reserve_bytes
+        assert lesson().plan is None, "only once"
+
+    _after_training(check)
