@@ -32,6 +32,7 @@ _WORTH_HUGE_PAGES_BYTES = 128 << 20
 """With so many tensors the heap lies on huge pages. Where it has holes they take 15 MiB more."""
 _WORTH_TRIMMING_BYTES = 4 << 20
 _PART_THAT_MAY_BE_FREE = 64
+"""Of the tensors' bytes, one in so many may lie free in the process while memory is measured."""
 _SITES_BETWEEN_TRIMS = 256
 _MOST_TIME_FOR_URGENT_TRIMS = 0.02
 _FAULT_NS_PER_BYTE = 0.25
