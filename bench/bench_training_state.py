@@ -24,7 +24,14 @@ from bench.state_model import (
     run_settings,
     training_state_bytes,
 )
-from bench.state_rates import UNLIMITED, draw_rates, rate_table, tokens_for_rate
+from bench.state_rates import (
+    OURS,
+    UNLIMITED,
+    draw_rates,
+    name_of,
+    rate_table,
+    tokens_for_rate,
+)
 from teraplan.units import format_nbytes
 
 PERCENTS = (100, 75, 50, 35, 20)
@@ -64,12 +71,11 @@ def compare_rates(options: argparse.Namespace) -> None:
     print(f"activations and workspace take {format_nbytes(beside_bytes)}")
     contenders = [Contender(name=UNLIMITED, warmup_steps=_UNLIMITED_WARMUP_STEPS, **common)]
     common["warmup_steps"] = _WARMUP_STEPS
+    policies = [OURS, options.beside] if options.beside else [OURS]
     for percent in options.percents:
         settings = run_settings(options, state_bytes * percent // 100 + beside_bytes)
-        for policy in (None, options.beside) if options.beside else (None,):
-            name, chosen = f"{percent} %", settings
-            if policy is not None:
-                name, chosen = f"{policy} {percent} %", settings | {"policy": policy}
+        for policy in policies:
+            name, chosen = name_of(percent, policy), settings | {"policy": policy}
             contenders.append(Contender(name=name, backend="teraplan", options=chosen, **common))
     results = race(contenders, options.rounds)
     link = storage_link([Path(options.storage) if options.storage else default_directory()])
@@ -99,7 +105,7 @@ def compare_rates(options: argparse.Namespace) -> None:
         "command": command("bench.bench_training_state"),
     }
     path = write_results(options.record, data)
-    draw_rates(results, options.percents, tokens, path.with_suffix(".png"))
+    draw_rates(results, options.percents, policies, tokens, path.with_suffix(".png"))
 
 
 def activation_bytes(common: dict[str, Any], kernels: str) -> int:

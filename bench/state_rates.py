@@ -8,6 +8,13 @@ from teraplan.units import format_nbytes, format_ns
 
 UNLIMITED = "inductor"
 """Whose rate is 1."""
+OURS = "teraplan"
+"""The policy whose contenders are called by their budget alone."""
+
+
+def name_of(percent: int, policy: str) -> str:
+    """What a contender under so many per cent of its training state is called."""
+    return f"{percent} %" if policy == OURS else f"{policy} {percent} %"
 
 
 def tokens_for_rate(
@@ -53,15 +60,20 @@ def rate_table(results: dict[str, dict[str, Any]], state_bytes: int) -> str:
 
 
 def draw_rates(
-    results: dict[str, dict[str, Any]], percents: list[int], tokens: int, path: Path
+    results: dict[str, dict[str, Any]],
+    percents: list[int],
+    policies: list[str],
+    tokens: int,
+    path: Path,
 ) -> None:
-    """Rate against budget as a picture."""
+    """Rate against budget as a picture, a line for each policy."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
     axes = figure.subplots()
-    rates = [results[f"{percent} %"]["relative_rate"] for percent in percents]
-    axes.plot(percents, rates, marker="o", label=f"{tokens} tokens per step")
+    for policy in policies:
+        rates = [results[name_of(percent, policy)]["relative_rate"] for percent in percents]
+        axes.plot(percents, rates, marker="o", label=f"{policy}, {tokens} tokens per step")
     axes.axhline(1, color="grey", linestyle="--", label="unlimited memory")
     axes.set_xlabel("memory for the training state, % of it")
     axes.set_ylabel("step rate, of unlimited memory")

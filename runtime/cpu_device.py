@@ -138,8 +138,8 @@ class CpuDevice(Device):
         self._exact = False
         self._bearable_free_bytes = 0
         """While memory is measured: trimming takes 1 ms, where the heap has many holes."""
-        self._free_after_trim_bytes = 0
-        """What counts as free although trimming does not give it back: code, the interpreter's."""
+        self._unused_after_trim_bytes = 0
+        """What no trimming gives back: code, the interpreter's own."""
         self._sites_since_trim = 0
         self._next_urgent_trim_ns = 0
         self.pool = CpuPool()
@@ -178,8 +178,7 @@ class CpuDevice(Device):
 
     def measure_exactly(self) -> None:
         gc.collect()
-        self._trim()  # what is free now is no tensor's, and may go while the step is measured
-        self._free_after_trim_bytes += self._free_bytes()
+        self._trim_exactly()  # what is free now may go while the step is measured
         part = self._tensor_bytes() // _PART_THAT_MAY_BE_FREE
         self._bearable_free_bytes = min(MEASURED_WITHIN_BYTES, part)
         use_small_pages(*process_memory.heap_range())
@@ -211,9 +210,10 @@ class CpuDevice(Device):
         peak = process_memory.peak_bytes()
         if self._beside is not None:
             peak -= self._beside.take_peak()
-        if self._exact and self._free_bytes() > self._bearable_free_bytes:
-            self._trim()
-            self._free_after_trim_bytes += self._free_bytes()
+        if self._exact:
+            free_bytes = self._unused_bytes() - self._unused_after_trim_bytes
+            if free_bytes > self._bearable_free_bytes:
+                self._trim_exactly()
         process_memory.reset_peak()
         return peak
 
@@ -301,10 +301,13 @@ class CpuDevice(Device):
         """Of all tensors but those over the host pool's own mappings, whose parts are tensors."""
         return census.tensor_nbytes("cpu") - self.host_pool.mapped_bytes
 
-    def _free_bytes(self) -> int:
-        """Of the resident memory, about what nothing has been in since the last trim."""
-        in_use = self._malloc.in_use_bytes() + self.pool.in_use_bytes
-        return self.resident_bytes() - in_use - self._free_after_trim_bytes
+    def _unused_bytes(self) -> int:
+        """Of the resident memory, what neither the heap nor the pool has given to anyone."""
+        return self.resident_bytes() - self._malloc.in_use_bytes() - self.pool.in_use_bytes
+
+    def _trim_exactly(self) -> None:
+        self._trim()
+        self._unused_after_trim_bytes = self._unused_bytes()
 
     def _trim(self) -> None:
         self.pool.trim()

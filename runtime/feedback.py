@@ -1,7 +1,8 @@
 """What planned steps teach: how much memory the process really takes, how long steps really are.
 
 A plan knows the tensors. The process holds more: free memory between tensors, temporaries that the
-measured step had elsewhere. What it took beyond the budget is held back in the next plan. And where
+measured step had elsewhere. What it took beyond the budget is held back in the next plan, and half
+of what turns out to be held back for nothing is given back. And where
 planned steps take longer than the measured ones, because I/O shares cores and memory with the
 computation, the next plan takes their times.
 """

@@ -127,7 +127,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
     varying = _telling_inputs(gm, example_inputs)
 
     def call(*args: Any) -> Any:
-        if any(isinstance(args[i], FakeTensor) for i in varying):
+        if any(isinstance(x, FakeTensor) for x in args):
             return graph.results_like(args)
         shapes = tuple(_shape(args[i]) for i in varying)
         try:
