@@ -3,9 +3,11 @@
 A GPT with unlimited memory, and under budgets of some shares (training state and so much of the
 rest of the unlimited peak) with recompute="never" and "auto". Storage is a real file behind a limit
 of bandwidth. One step each in turn; ratios are medians over rounds. Losses of all steps, and all
-parameters after the last, have to be equal in every bit.
+parameters after the last, have to be equal in every bit. With `--state-moves` parameters, gradients
+and optimizer state move as well, and shares are of the whole peak.
 
     python -m bench.bench_recompute [--rounds 5] [--shares 50] [--storage-mb-per-s 100]
+                                    [--state-moves]
 """
 
 import argparse
@@ -35,14 +37,18 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--storage-mb-per-s", type=int, default=100)
     parser.add_argument("--shares", type=int, nargs="+", default=[50], help="in percent")
+    parser.add_argument("--state-moves", action="store_true")
     wanted = parser.parse_args()
+    state_moves: bool = wanted.state_moves
     bytes_per_s = wanted.storage_mb_per_s * 10**6
+
+    moving = {"training_state": "moves"} if state_moves else {}
 
     def ours(name: str, budget: object, recompute: str) -> Contender:
         return Contender(
             name=name,
             backend="teraplan",
-            options={"device_budget": budget, "recompute": recompute},
+            options={"device_budget": budget, "recompute": recompute, **moving},
             storage_bytes_per_s=bytes_per_s,
             deterministic=True,
             model=MODEL,
@@ -53,9 +59,10 @@ def main() -> None:
     print("measuring the unlimited peak")
     status = race([ours("unlimited", "1000%", "never")], 1)["unlimited"]["status"]
     state, peak = status["state_bytes"], status["unlimited_peak_bytes"]
+    fixed = 0 if state_moves else state
     contenders = [ours("unlimited", "1000%", "never")]
     contenders += [
-        ours(f"{share} %, {recompute}", state + (peak - state) * share // 100, recompute)
+        ours(f"{share} %, {recompute}", fixed + (peak - fixed) * share // 100, recompute)
         for share in wanted.shares
         for recompute in ("never", "auto")
     ]
@@ -67,7 +74,7 @@ def main() -> None:
     equal = len({(*result["losses"], result["parameters"]) for result in results.values()}) == 1
     print(f"losses and parameters: {'equal in every bit' if equal else 'DIFFERENT'}")
     write_results(
-        "recompute",
+        "recompute_moving_state" if state_moves else "recompute",
         {
             "model": MODEL,
             "batch_size": wanted.batch_size,

@@ -1,26 +1,24 @@
 """Storage as slow as a benchmark wants: real files behind a limit of bandwidth."""
 
-from teraplan import backend
-from teraplan.config import Config
 from teraplan.hardware import Link
 from teraplan.runtime import links
-from teraplan.runtime.device import Device
-from teraplan.runtime.open_device import open_device
+from teraplan.runtime.storage import Storage
 from tests.fakes.slow_link import link_of
-from tests.fakes.throttled_stores import throttle
+from tests.fakes.throttled_stores import Pipe, limit
 
 
 def slow_down_storage(bytes_per_s: int) -> None:
-    """Let the storage of this process's sessions carry so much, and be taken for such."""
+    """Let the storage of this process carry so much in all, and be taken for such."""
+    opened, pipe = Storage.open, Pipe(bytes_per_s)
 
-    def slow_device(config: Config, device_type: str) -> Device:
-        device = open_device(config, device_type)
-        stores = device.storage.traffic.stores
-        throttle(device.storage, [bytes_per_s / len(stores)] * len(stores))
-        return device
+    def slow_storage(*args: object, **options: object) -> Storage:
+        storage = opened(*args, **options)  # type: ignore[arg-type]
+        for store in storage.traffic.stores:
+            limit(store, pipe)
+        return storage
 
     def storage_link(*_: object, **__: object) -> Link:
         return link_of(bytes_per_s)
 
-    setattr(backend, "open_device", slow_device)  # noqa: B010  type checkers: no such export
+    setattr(Storage, "open", slow_storage)  # noqa: B010  type checkers: a class method
     links.storage_link = storage_link

@@ -46,7 +46,7 @@ def insert_sites(
     *,
     num_outputs: int,
     static_inputs: Sequence[int],
-    with_recipes: bool = True,
+    moves_state: bool = False,
 ) -> GraphTable:
     """Insert all ops into both graphs, in place, and return the table that they carry.
 
@@ -56,18 +56,17 @@ def insert_sites(
         num_outputs: number of results of the user.
         static_inputs: positions of the forward's placeholders that live as long as the model
             (parameters, buffers).
-        with_recipes: look for saved activations that can be computed again.
+        moves_state: parameters move, too: none that could be away is for computing again.
     """
-    fingerprint = _hash(forward, backward, _static(forward, static_inputs))
+    static = _static(forward, static_inputs)
+    fingerprint = _hash(forward, backward, static)
     candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
-    recipes: dict[fx.Node, FoundRecipe] = {}
-    if with_recipes:
-        recipes = find_recipes(
-            forward,
-            {c.saved: slot for slot, c in enumerate(candidates)},
-            num_outputs=num_outputs,
-            static=_static(forward, static_inputs),
-        )
+    recipes = find_recipes(
+        forward,
+        {c.saved: slot for slot, c in enumerate(candidates)},
+        num_outputs=num_outputs,
+        static={n for n in static if nbytes_of(n) < MIN_SLOT_BYTES} if moves_state else static,
+    )
     table = GraphTable(
         graph=fingerprint,
         slots=tuple(

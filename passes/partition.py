@@ -89,7 +89,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
             *graphs,
             num_outputs=num_outputs,
             static_inputs=static,
-            with_recipes=not self.moves_state,
+            moves_state=self.moves_state,
         )
         if self.moves_state:
             insert_state_sites(
@@ -116,7 +116,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
         what = "updates" if self.updates else "state"
-        return f"teraplan-{__version__}-partitioner-8-{what if self.moves_state else 'saved'}"
+        return f"teraplan-{__version__}-partitioner-9-{what if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:

@@ -268,13 +268,13 @@ def _encode(inputs: Sequence[fx.Node], steps: Sequence[fx.Node]) -> str:
 
 
 def _layout(node: fx.Node) -> list[object]:
-    """Sizes, strides, type and kind of device of a node's tensor, which must not vary."""
+    """Sizes, strides, type and device of a node's tensor, which must not vary."""
     value = node.meta["val"]
     numbers = [*value.shape, *value.stride()]
     if not all(isinstance(number, int) for number in numbers):
         raise _RefusedError
     dtype = str(value.dtype).removeprefix("torch.")
-    return [list(value.shape), list(value.stride()), dtype, value.device.type]
+    return [list(value.shape), list(value.stride()), dtype, str(value.device)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

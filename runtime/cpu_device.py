@@ -124,7 +124,6 @@ class CpuDevice(Device):
 
     type = "cpu"
     moves_state = True
-    recomputes = True
 
     def __init__(self, *, storage: Storage, host_bytes: int) -> None:
         self.name = f"cpu {platform.machine()}"

@@ -13,7 +13,9 @@ Tested on a CPU with streams that run as threads (`tests/fakes`); not run on a G
 """
 
 import logging
+import math
 import os
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -262,6 +264,11 @@ class CudaDevice(Device):
         trip = self.note_direct(copy.label, copy.nbytes, Direction.BACK)
         trip.transfers.append(arrival.transfer)
         return arrival
+
+    def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        memory = self.cuda.empty(math.prod(size) * dtype.itemsize)
+        made = torch.empty(0, dtype=dtype, device=memory.device)
+        return made.set_(memory.untyped_storage(), 0, tuple(size), tuple(stride))
 
     def enter_worker(self, event: Event) -> None:
         """In a thread of storage: its own stream for what it computes there, then wait."""

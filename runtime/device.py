@@ -90,8 +90,6 @@ class Device(ABC):
 
     moves_state = False
     """True if parameters, gradients and optimizer state can leave it."""
-    recomputes = False
-    """True if saved activations can be computed again on it."""
     has_host_beside = False
     """True if the host's cores and memory are not the device's own."""
 
@@ -202,9 +200,9 @@ class Device(ABC):
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
         """Take device memory for a copy and start bringing its bytes back into it."""
 
+    @abstractmethod
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialized tensor on the device. Needed only where `recomputes` is true."""
-        raise NotImplementedError(f"activations are not computed again on {self.name}")
+        """An uninitialized dense tensor on the device, in a storage of its own."""
 
     @abstractmethod
     def take_transfers(self) -> tuple[TransferRecord, ...]:

@@ -77,8 +77,8 @@ class PlanMaker:
     def may_recompute(self, *, short: bool) -> bool:
         """True if a plan may compute activations again; `short`: memory does not suffice."""
         if self.replayed is not None:
-            return bool(self.replayed.recomputed) and self._device.recomputes
-        return short and self._device.recomputes and self._config.recompute == "auto"
+            return bool(self.replayed.recomputed)
+        return short and self._config.recompute == "auto"
 
     def plan(self, case: Case) -> Plan | None:
         """A plan for the case, None as long as its measurements are not complete.

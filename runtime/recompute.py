@@ -92,7 +92,9 @@ class Recomputer:
         """By number of the tensor: what its rehearsal in this step gave; None if refused."""
         self.last_step = (0, 0)
         """Bytes computed again in the last whole step, and the time that took in ns."""
-        self._recomputed_bytes = self._recomputed_ns = 0
+        self._recomputed_bytes = 0
+        self._marks: list[tuple[object, object]] = []
+        """Around each computation of the step."""
 
     def prepare(
         self, tables: Iterable[GraphTable], compile_recipe: Callable[[str], CompiledRecipe]
@@ -113,8 +115,9 @@ class Recomputer:
         self._views, self._waiting = {}, []
         self.rehearsing = rehearsing
         self.rehearsed = {}
-        self.last_step = (self._recomputed_bytes, self._recomputed_ns)
-        self._recomputed_bytes = self._recomputed_ns = 0
+        took_ns = sum(self._device.elapsed_ns(start, end) for start, end in self._marks)
+        self.last_step = (self._recomputed_bytes, took_ns)
+        self._recomputed_bytes, self._marks = 0, []
 
     def saved(
         self,
@@ -187,9 +190,9 @@ class Recomputer:
                 )
             if limit_bytes is not None:
                 self._mover.make_room(saved.nbytes, limit_bytes)
-            start_ns = time.perf_counter_ns()
+            start = self._device.mark()
             result = self._follow(remake)
-            self._recomputed_ns += time.perf_counter_ns() - start_ns
+            self._marks.append((start, self._device.mark()))
         self._recomputed_bytes += saved.nbytes
         saved.tensor, saved.version, saved.offset = result, result._version, 0
         self._mover.add(saved)
@@ -205,9 +208,9 @@ class Recomputer:
                 return
             for party in parties:
                 bring(party)
-            start_ns = time.perf_counter_ns()
+            start = self._device.mark()
             result = self._follow(remake)
-            elapsed_ns = time.perf_counter_ns() - start_ns
+            end = self._device.mark()
             assert saved.tensor is not None
             same = _same_bits(result, saved.tensor)
         if not same:
@@ -215,7 +218,7 @@ class Recomputer:
         sources = dict.fromkeys(view.saved.order for view in remake.from_views)
         self.rehearsed[saved.order] = (
             Recompute(
-                duration_ns=elapsed_ns,
+                duration_ns=self._device.elapsed_ns(start, end),
                 sources=tuple(sources),
                 temporary_bytes=remake.recipe.temporary_bytes,
             )

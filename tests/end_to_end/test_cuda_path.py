@@ -17,6 +17,7 @@ from teraplan import backend
 from teraplan.config import Config
 from teraplan.hardware import Hardware
 from teraplan.planners.update_share import UpdateRates
+from teraplan.runtime import cuda_device, feedback
 from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.cuda_device import CudaDevice
 from teraplan.runtime.state import host_choice, host_rates
@@ -26,6 +27,7 @@ from teraplan.units import MIB
 from tests.end_to_end import hosting, moving
 from tests.end_to_end.training import Program, assert_same, tight, training, unlimited
 from tests.fakes.fake_cuda import FakeCuda, HostStream
+from tests.fakes.slow_link import link_of
 
 GPT = gpt.GPTConfig(num_layers=2, width=64, context=64, vocab_size=64)
 STAGING = 8 * MIB
@@ -121,6 +123,22 @@ def test_convnet(tiers: str) -> None:
         lambda: convnet.build(config), lambda step: convnet.batch(config, 64, step), steps=6
     )
     compare(program, tiers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["storage"], indirect=True)
+def test_computed_again(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computation's stream computes what copies on other streams have brought."""
+    monkeypatch.setattr(cuda_device, "storage_link", lambda *_, **__: link_of(4_000_000))
+    monkeypatch.setattr(feedback, "_MAX_CORRECTIONS", 0)
+    config = dataclasses.replace(GPT, num_layers=3, width=128)
+    program = training(lambda: gpt.build(config), lambda step: gpt.batch(config, 16, step), steps=9)
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.7, recompute="auto")
+    assert_same(reference, limited)
+    assert limited.final.recomputed_bytes > 0
+    assert limited.final.recomputed_ns > 0
+    assert limited.final.bytes_out
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from teraplan.plan import Plan
 from teraplan.plan_file import read_plan
 from teraplan.runtime import feedback
 from teraplan.runtime.recompute import Remake
+from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_moving, states
 from tests.end_to_end.training import (
+    UNLIMITED,
     Program,
     Run,
     assert_same,
@@ -92,6 +94,33 @@ def test_gpt(reference: Run) -> None:
     assert len(names) == limited.final.recomputed > 0
     assert all(name.endswith("down") for name in names), "what goes into the second product"
     assert "computed again" in str(limited.final)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kernels", "update"), [("aot_eager", "step"), ("aot_eager", "gradient"), ("inductor", "step")]
+)
+def test_beside_a_training_state_that_moves(kernels: str, update: str) -> None:
+    """Activations are computed again, and parameters, gradients and optimizer state move."""
+
+    def program(this: Run) -> None:
+        model = this.compile(gpt.build(GPT))
+        optimizer = adamw(model.parameters())
+        for step in range(10):
+            loss = model(*gpt.batch(GPT, 8, step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            this.record(loss, model, others=states(optimizer))
+
+    reference = run(program, device_budget=UNLIMITED, kernels=kernels)
+    whole = reference.final.unlimited_peak_bytes - budget_beside_others(0)
+    limited = run_moving(program, whole // 2, kernels=kernels, update=update, recompute="auto")
+    assert_same(reference, limited)
+    assert limited.final.recomputed_bytes > 0
+    assert moving().arena.log.read_bytes > 0
+    assert limited.final.diverged_steps == 0
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from teraplan.runtime.storage import Storage
+from teraplan.runtime.storage.store import Store
 
 Move = Callable[[int, int, int], None]
 
@@ -38,6 +39,11 @@ def throttle(storage: Storage, speeds: Sequence[float]) -> list[Pipe]:
     """Limits the stores of `storage` to these bytes per second each."""
     pipes = [Pipe(speed) for speed in speeds]
     for store, pipe in zip(storage.traffic.stores, pipes, strict=True):
-        for name in ("write", "read"):
-            setattr(store.arena, name, pipe.limited(getattr(store.arena, name)))
+        limit(store, pipe)
     return pipes
+
+
+def limit(store: Store, pipe: Pipe) -> None:
+    """Lets what `store` moves through `pipe`."""
+    for name in ("write", "read"):
+        setattr(store.arena, name, pipe.limited(getattr(store.arena, name)))

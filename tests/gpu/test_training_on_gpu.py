@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.models import convnet, gpt
+from teraplan.runtime import cuda_device
 from tests.end_to_end.training import (
     Program,
     Run,
@@ -20,6 +21,7 @@ from tests.end_to_end.training import (
     training,
     unlimited,
 )
+from tests.fakes.slow_link import link_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -62,6 +64,18 @@ def test_same_bits(make_program: object, kernels: str, tiers: str) -> None:
     assert used
     if tiers == "storage":
         assert used == {"storage"}
+
+
+@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+def test_computed_again(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the trial finds equal bits: PyTorch's own kernels are the same ones twice."""
+    monkeypatch.setattr(cuda_device, "storage_link", lambda *_, **__: link_of(10_000_000))
+    program = gpt_program()
+    reference = unlimited(program, kernels=kernels)
+    limited = tight(program, reference, 0.5, kernels=kernels, recompute="auto", host_budget=0)
+    assert_same(reference, limited)
+    if kernels == "aot_eager":
+        assert limited.final.recomputed_bytes > 0
 
 
 @pytest.mark.parametrize("tiers", TIERS)
