@@ -1,12 +1,13 @@
 """One kind of step (the same first graph and input sizes) on its way from unknown to planned."""
 
 import logging
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from teraplan.hardware import Budgets
-from teraplan.run_record import TRAINING_STATE, RunRecord
+from teraplan.plan import Plan
+from teraplan.run_record import RunRecord
+from teraplan.runtime.calibration import Calibration, calibrated, with_durations
 from teraplan.runtime.recorder import Signature, StepRecorder
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.state.block import Block
@@ -14,8 +15,6 @@ from teraplan.step_trace import Recompute, StepTrace
 
 log = logging.getLogger(__name__)
 
-_AS_PREDICTED = 0.03
-_COMPARED_RUNS = 5
 _MAX_ATTEMPTS = 4
 """Measurements of unequal steps before a kind of step counts as one that never repeats."""
 
@@ -31,6 +30,14 @@ class MemoryProfile:
     workspaces_bytes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPlan:
+    """A plan that was run."""
+
+    plan: Plan
+    took_ns: int
+
+
 @dataclass(slots=True)
 class Case:
     """Measurements and plan of one kind of step."""
@@ -42,12 +49,16 @@ class Case:
     budgets: Budgets | None = None
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
-    slowdown: float = 1.0
-    """Times of the computation in planned steps over those in the measured ones."""
-    unplanned_wait_ns: int = 0
-    """For training state that the trace does not know, in planned steps."""
+    calibration: Calibration = field(default_factory=Calibration)
+    """What planned steps have shown."""
     calibrations: int = 0
-    """How often actual times were taken over, since they were not as predicted."""
+    """How often that was taken over, since steps were not as predicted."""
+    num_plans: int = 0
+    """That have come into force."""
+    best: MeasuredPlan | None = None
+    """The fastest so far of plans that hold."""
+    settled: bool = False
+    """A plan that was predicted to be faster was slower: only predictions still change."""
     corrections: int = 0
     gave_back: bool = False
     """Too much had been held back."""
@@ -120,33 +131,24 @@ class Case:
                 self.recomputes[number] = min(old, new, key=lambda r: r.duration_ns)
 
     def calibrate(self, *, may_slow_down: bool = True) -> bool:
-        """Take over how fast planned steps compute; False if that is what their plan predicted.
-
-        The faster half of the last runs counts: what else the machine does makes steps slower. The
-        first step under a plan touches much memory for the first time and counts for nothing.
+        """Take over how fast planned steps and their transfers are; False if nothing is new.
 
         Args:
             may_slow_down: also if the steps are slower than predicted.
         """
         assert self.schedule is not None
-        plan, latest = self.schedule.plan, self.runs[1:][-_COMPARED_RUNS:]
-        runs = sorted(latest, key=lambda run: run.duration_ns)[: (len(latest) + 1) // 2]
-        computed_ns = statistics.median(
-            run.duration_ns - sum(stall.duration_ns for stall in run.stalls) for run in runs
+        found = calibrated(
+            self.calibration,
+            self.schedule.plan,
+            self.runs,
+            min((sum(durations) for durations in self.durations_ns), default=0),
+            may_slow_down=may_slow_down,
         )
-        took_ns = statistics.median(run.duration_ns for run in runs)
-        predicted_ns = plan.prediction.step_ns + self.unplanned_wait_ns
-        if abs(predicted_ns / took_ns - 1) <= _AS_PREDICTED:
+        if found is None:
             return False
-        if took_ns > predicted_ns and not may_slow_down:
-            return False
+        self.calibration = found
         self.calibrations += 1
-        self.unplanned_wait_ns = int(statistics.median(map(_unplanned_wait_ns, runs)))
-        measured_ns = min((sum(durations) for durations in self.durations_ns), default=0)
-        if measured_ns:
-            again_ns = self.schedule.step.duration_ns - plan.trace.duration_ns
-            self.slowdown = (computed_ns - again_ns) / measured_ns
-        return measured_ns > 0
+        return True
 
     def trace(self, *, torch_version: str, kernels: str) -> StepTrace:
         """The measured step: memory of the one step, times of the fastest of the others.
@@ -158,19 +160,12 @@ class Case:
         assert self.memory is not None
         assert self.last is not None
         fastest = min(self.durations_ns, key=sum, default=(0,) * self.last.num_sites)
-        return self.last.trace(
+        measured = self.last.trace(
             state_bytes=self.memory.state_bytes + self.reserve_bytes,
-            durations_ns=tuple(int(duration * self.slowdown) for duration in fastest),
+            durations_ns=fastest,
             workspaces_bytes=self.memory.workspaces_bytes,
             torch_version=torch_version,
             kernels=kernels,
-            recomputes={
-                number: replace(it, duration_ns=int(it.duration_ns * self.slowdown))
-                for number, it in self.recomputes.items()
-                if it is not None
-            },
+            recomputes={n: it for n, it in self.recomputes.items() if it is not None},
         )
-
-
-def _unplanned_wait_ns(run: RunRecord) -> int:
-    return sum(stall.duration_ns for stall in run.stalls if stall.tensor == TRAINING_STATE)
+        return with_durations(measured, self.calibration.slowdown)

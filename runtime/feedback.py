@@ -2,20 +2,21 @@
 
 A plan knows the tensors. The process holds more: free memory between tensors, temporaries that the
 measured step had elsewhere. What it took beyond the budget is held back in the next plan, and half
-of what turns out to be held back for nothing is given back. And where
-planned steps take longer than the measured ones, because I/O shares cores and memory with the
-computation, the next plan takes their times.
+of what turns out to be held back for nothing is given back. And where planned steps take longer or
+shorter than predicted, the next plan takes what they say of computation and links (`calibration`).
+If it is slower than the one before, that one comes back and stays.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.plan import Plan
-from teraplan.runtime.case import Case
+from teraplan.runtime.calibration import typical_ns
+from teraplan.runtime.case import Case, MeasuredPlan
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES
 from teraplan.runtime.plan_maker import PlanMaker
-from teraplan.units import MIB, format_nbytes
+from teraplan.units import MIB, format_nbytes, format_ns
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ _UNUSED_FRACTION, _UNUSED_BYTES = 0.03, 4 * MIB
 """Of the budget: what is held back and then not used is given back from here on."""
 _COMPARED_AFTER = (3, 6, 12, 24)
 """Steps under one plan after which predicted and actual times and peaks are compared."""
+_SLOWER = 1.03
+"""Times the fastest plan so far: a plan that takes longer is not followed any more."""
 _MAX_CALIBRATIONS = 4
 """On a machine whose speed varies, predictions would follow for ever. Afterwards they follow where
 steps are faster than predicted: what made them slower before has passed."""
@@ -69,11 +72,39 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         return _hold_back(case, plans, peak_bytes, budget_bytes)
     if len(case.runs) not in _COMPARED_AFTER:
         return _NOTHING
+    better = _best_so_far(case)
     less = _hold_back_less(case, budget_bytes - peak_bytes, budget_bytes)
-    may_slow_down = case.calibrations < _MAX_CALIBRATIONS
-    if case.calibrate(may_slow_down=may_slow_down) or less:
+    found = case.calibrate(may_slow_down=case.calibrations < _MAX_CALIBRATIONS)
+    if better is not None:
+        return Lesson(plan=plans.predict_again(case, better))
+    if less or (found and not case.settled):
         return _with_actual_values(case, plans)
+    if found:
+        assert case.schedule is not None
+        return Lesson(plan=plans.predict_again(case, case.schedule.plan))
     return _NOTHING
+
+
+def _best_so_far(case: Case) -> Plan | None:
+    """The plan to go back to if the one in force is slower than an older one; for good, then."""
+    assert case.schedule is not None
+    took_ns, best = typical_ns(case.runs), case.best
+    if best is None or took_ns < best.took_ns:
+        case.best = MeasuredPlan(plan=case.schedule.plan, took_ns=took_ns)
+    elif not case.settled and took_ns > best.took_ns * _SLOWER and _differ(case, best.plan):
+        case.settled = True
+        log.info("back to the plan with which a step took %s", format_ns(best.took_ns))
+        return best.plan
+    return None
+
+
+def _differ(case: Case, plan: Plan) -> bool:
+    assert case.schedule is not None
+    mine, others = (
+        [replace(migration, reason="") for migration in one.migrations]
+        for one in (case.schedule.plan, plan)
+    )
+    return mine != others
 
 
 def keeps_too_much(case: Case, *, peak_bytes: int, budget_bytes: int) -> bool:
@@ -85,6 +116,7 @@ def keeps_too_much(case: Case, *, peak_bytes: int, budget_bytes: int) -> bool:
 def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int) -> Lesson:
     """A plan that keeps back what the process took beyond the budget, or as much as there is."""
     case.corrections += 1
+    case.best = None  # the plans so far have taken too much
     log.info("peak was %s, budget %s", format_nbytes(peak_bytes), format_nbytes(budget_bytes))
     least = int(budget_bytes * HEADROOM_FRACTION)
     beyond = max(int((peak_bytes - budget_bytes) * _CORRECTION_FACTOR), least)
@@ -130,5 +162,8 @@ def _with_actual_values(case: Case, plans: PlanMaker) -> Lesson:
         plan = plans.make(case)
     except InfeasibleBudgetError as error:  # a policy of someone else's: the old plan works
         return Lesson(fallback=f"there is no plan with what planned steps took: {error}")
-    log.info("computation in planned steps: %.3f of the measured time", case.slowdown)
+    log.info(
+        "planned steps: computation takes %.3f of the measured time, links have %.3f of theirs",
+        *(case.calibration.slowdown, case.calibration.link_speed),
+    )
     return Lesson(plan=plan)

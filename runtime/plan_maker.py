@@ -20,7 +20,7 @@ from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.memory_curve import device_curve
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan, require_same_fingerprint
-from teraplan.planners import make_plan, planner_named
+from teraplan.planners import make_plan, planner_named, with_choices_of
 from teraplan.planners.base import Problem, require_feasible
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Device
@@ -125,20 +125,26 @@ class PlanMaker:
         trace = self._trace(case)
         self._reports.write_trace(case.number, trace)
         budgets = self._budgets(case, trace)
-        plan = self._plan_within_wear(trace, budgets)
+        hardware = self.machine().with_links(case.calibration.link_speed)
+        plan = self._plan_within_wear(trace, hardware, budgets)
         require_valid(plan)
         elapsed = format_ns(time.perf_counter_ns() - start_ns)
         log.info("planned %d sites in %s", len(trace.sites), elapsed)
         return plan
 
-    def _plan_within_wear(self, trace: StepTrace, budgets: Budgets) -> Plan:
+    def predict_again(self, case: Case, plan: Plan) -> Plan | None:
+        """The choices of an older plan with what is known now; None if they no longer hold."""
+        hardware = self.machine().with_links(case.calibration.link_speed)
+        return with_choices_of(plan, self._trace(case), hardware)
+
+    def _plan_within_wear(self, trace: StepTrace, hardware: Hardware, budgets: Budgets) -> Plan:
         """A plan that writes no more to storage per day than `daily_writes` allows.
 
         Planners know how much may lie in storage, not how much may be written. A step seldom uses
         the same room twice, so the one is scaled until the other fits.
         """
         daily = self._config.daily_writes
-        plan = self._make_plan(trace, budgets)
+        plan = self._make_plan(trace, hardware, budgets)
         for attempt in range(_WEAR_ATTEMPTS):
             if daily is None or daily.nbytes is None:
                 return plan
@@ -154,7 +160,7 @@ class PlanMaker:
             log.info("daily_writes leaves %s of storage", format_nbytes(room))
             budgets = dataclasses.replace(budgets, storage_bytes=room)
             try:
-                plan = self._make_plan(trace, budgets)
+                plan = self._make_plan(trace, hardware, budgets)
             except InfeasibleBudgetError as error:
                 error.args = (
                     f"{error}. daily_writes allows {format_nbytes(allowed)} to be written in each "
@@ -163,13 +169,13 @@ class PlanMaker:
                 raise
         return plan
 
-    def _make_plan(self, trace: StepTrace, budgets: Budgets) -> Plan:
+    def _make_plan(self, trace: StepTrace, hardware: Hardware, budgets: Budgets) -> Plan:
         """A plan in which training state goes to storage, the only place that the runtime has."""
-        machine, rules = self.machine(), dict[str, Tier]()
-        if machine.host_link is not None:
+        rules = dict[str, Tier]()
+        if hardware.host_link is not None:
             moving = (t.name for t in trace.tensors if t.kind is not TensorKind.ACTIVATION)
             rules = dict.fromkeys(moving, Tier.STORAGE)
-        return make_plan(trace, machine, budgets, policy=self._config.policy, rules=rules)
+        return make_plan(trace, hardware, budgets, policy=self._config.policy, rules=rules)
 
     def machine(self) -> Hardware:
         """The machine, measured at the first call."""

@@ -275,7 +275,7 @@ class Session:
 
     def _plan_around(self, case: Case, faults: list[str]) -> None:
         """Storage takes less than before: plan anew with what it takes now."""
-        case.schedule, self._fault = None, faults[0]
+        case.schedule, case.best, self._fault = None, None, faults[0]
         self.plans.forget_room(case)
         self._fall_back(f"of {len(faults)} faults of storage the first: {faults[0]}")
 
@@ -344,7 +344,7 @@ class Session:
         self.plans.require_known(table)
 
     def _follow(self, case: Case, plan: Plan) -> None:
-        case.schedule = Schedule(plan, case.state_blocks)
+        case.schedule, case.num_plans = Schedule(plan, case.state_blocks), case.num_plans + 1
         self.reports.write_plan(case.number, plan)
         log.info("%s", plan_banner(plan))
 

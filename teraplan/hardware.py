@@ -1,6 +1,6 @@
 """What the machine can do: how much each tier holds and how fast each link is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -23,6 +23,16 @@ class Link:
     back_while_out_bytes_per_s: int
     latency_ns: int
     """Time that one transfer takes beside its bytes."""
+
+    def times(self, factor: float) -> "Link":
+        """The link with so many times its speed, and the same latency."""
+        return replace(
+            self,
+            out_bytes_per_s=max(1, int(self.out_bytes_per_s * factor)),
+            back_bytes_per_s=max(1, int(self.back_bytes_per_s * factor)),
+            out_while_back_bytes_per_s=max(1, int(self.out_while_back_bytes_per_s * factor)),
+            back_while_out_bytes_per_s=max(1, int(self.back_while_out_bytes_per_s * factor)),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +62,14 @@ class Hardware:
     disturb each other. Its latency counts nothing."""
     host_cores: HostCores | None = None
     """None: updates run on the device alone."""
+
+    def with_links(self, factor: float) -> "Hardware":
+        """The machine with links to host memory and storage of so many times their speed."""
+        return replace(
+            self,
+            host_link=self.host_link.times(factor) if self.host_link else None,
+            storage_link=self.storage_link.times(factor) if self.storage_link else None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

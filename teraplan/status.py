@@ -50,6 +50,12 @@ class Status:
     """Waits for moving training state are those that steps like it have had."""
     actual_step_ns: int = -1
     """Median of the last planned steps."""
+    plans: int = 0
+    """That steps like the last one have been run under so far, the present one included."""
+    slowdown: float = 1.0
+    """Of the computation in planned steps, against the steps that were measured."""
+    link_speed: float = 1.0
+    """Of links in planned steps, against links measured alone."""
     stall_ns: int = -1
     """Waits for transfers in the last planned step."""
     stalls: tuple[tuple[str, int], ...] = ()
@@ -108,6 +114,11 @@ class Status:
             f" / {_time(self.actual_step_ns)}",
             f"  waits in the last step     {_time(self.stall_ns)}",
         ]
+        if self.plans > 1:
+            lines.append(
+                f"  plan number {self.plans:<15}computation takes {self.slowdown:.2f} of what was "
+                f"measured, links have {self.link_speed:.2f} of their speed"
+            )
         lines += [f"    {name}: {_time(ns)}" for name, ns in self.stalls[:5]]
         for tier in sorted(self.bytes_out):
             lines.append(

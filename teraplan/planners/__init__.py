@@ -149,6 +149,16 @@ def _bound_ns(problem: Problem, tight: bool) -> int:
     return bound(problem.lifetimes, problem.hardware, problem.pressure(), problem.tier_bytes)
 
 
+def with_choices_of(plan: Plan, trace: StepTrace, hardware: Hardware) -> Plan | None:
+    """The choices of `plan` for the same step, measured anew; None if they do not hold there."""
+    said = predict(trace, hardware, *plan.choices)
+    remade = replace(plan, trace=trace, hardware=hardware, prediction=said)
+    if check_plan(remade):
+        return None
+    bound_ns = _bound_ns(Problem.of(remade.step, hardware, plan.budgets), tight=False)
+    return replace(remade, prediction=replace(said, bound_ns=bound_ns))
+
+
 def _faster(candidate: Plan, plan: Plan) -> Plan | None:
     """The candidate's migrations in the place of those of `plan`; None if they do not hold.
 

@@ -105,12 +105,13 @@ def training(
     set_to_none: bool = True,
     make_model: Callable[[], MLP] = model,
     between: Callable[[MLP, torch.optim.Optimizer, int], None] | None = None,
+    steps: int = STEPS,
 ) -> Program:
     def program(this: Run) -> None:
         net = make_model()
         this.compile(net)
         optimizer = make_optimizer([p for p in net.parameters() if p.requires_grad])
-        for step in range(STEPS):
+        for step in range(steps):
             loss = torch.zeros(())
             for micro in range(accumulate):
                 loss = net(*net.batch(step * accumulate + micro)) / accumulate

@@ -3,16 +3,22 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
+from teraplan.runtime.calibration import Calibration
 from teraplan.runtime.feedback import Lesson, learn
 from teraplan.runtime.session import Session
-from tests.end_to_end.training import MLP, Run, run, sessions, training
+from teraplan.runtime.storage import Storage
+from tests.end_to_end.training import MLP, Run, assert_same, run, sessions, training, unlimited
+from tests.fakes.slow_link import plan_with_slow_storage
+from tests.fakes.throttled_stores import throttle
 
 IDLE_NS = 500_000_000
+SLOW_BYTES_PER_S = 10_000_000
 
 
 def _after_training(check: Callable[[Session], None]) -> None:
@@ -34,7 +40,7 @@ def _make_out(session: Session, slower: float, *, runs: int = 6) -> int:
 
 def _nothing_learned(session: Session) -> None:
     (case,) = session.cases.values()
-    case.calibrations, case.slowdown = 0, 1.0
+    case.calibrations, case.calibration, case.best = 0, Calibration(), None
 
 
 def _lesson(session: Session, *, beyond_bytes: int = 0) -> Lesson:
@@ -88,10 +94,66 @@ def test_predictions_follow_what_planned_steps_wait_for_what_no_plan_knows() -> 
         case.runs = [dataclasses.replace(record, stalls=(wait,)) for record in case.runs]
         computed_ns = sum(min(case.durations_ns, key=sum))
         assert _lesson(session).plan is not None
-        assert case.unplanned_wait_ns == took_ns // 2
-        assert case.slowdown == pytest.approx((took_ns - took_ns // 2) / computed_ns)
+        assert case.calibration.unplanned_wait_ns == took_ns // 2
+        assert case.calibration.slowdown == pytest.approx((took_ns - took_ns // 2) / computed_ns)
 
     _after_training(check)
+
+
+def test_a_plan_that_turns_out_slower_is_given_up_for_the_one_before() -> None:
+    """And that is the end of it: what is still learned changes predictions alone."""
+
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        assert case.schedule is not None
+        first = case.schedule.plan
+        assert first.migrations
+        _nothing_learned(session)
+        first_ns = _make_out(session, 1.0)
+        assert _lesson(session).plan is None
+        assert case.best is not None
+        slower = dataclasses.replace(first, migrations=first.migrations[1:])
+        session._follow(case, slower)
+        case.runs = [_with_duration(case.runs[-1], int(1.1 * first_ns))] * 6
+        back = _lesson(session).plan
+        assert back is not None
+        assert back.migrations == first.migrations
+        session._follow(case, back)
+        for factor in (1.2, 0.8, 0.5):
+            took_ns = _make_out(session, factor)
+            again = _lesson(session).plan
+            assert again is not None
+            assert again.migrations == first.migrations
+            assert 0.95 * took_ns < again.prediction.step_ns < 1.05 * took_ns
+            session._follow(case, again)
+
+    _after_training(check)
+
+
+@pytest.mark.slow
+def test_links_that_are_slower_than_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Storage.open
+
+    def slow_storage(*args: Any, **options: Any) -> Storage:  # noqa: ANN401
+        storage = opened(*args, **options)
+        throttle(storage, [SLOW_BYTES_PER_S])
+        return storage
+
+    plan_with_slow_storage(monkeypatch, 20 * SLOW_BYTES_PER_S)
+    monkeypatch.setattr(Storage, "open", slow_storage)
+
+    steps = training(MLP, MLP().batch, steps=12)
+
+    def program(this: Run) -> None:
+        steps(this)
+        (case,) = next(iter(sessions())).cases.values()
+        assert case.calibration.link_speed < 0.5
+        assert case.schedule is not None
+        hardware = case.schedule.plan.hardware
+        assert hardware.storage_link is not None
+        assert hardware.storage_link.out_bytes_per_s < 10 * SLOW_BYTES_PER_S
+
+    assert_same(unlimited(steps), run(program, device_budget="80%"))
 
 
 @pytest.mark.slow
@@ -121,7 +183,7 @@ def test_a_right_prediction_stays() -> None:
         _make_out(session, 1.02)
         assert _lesson(session).plan is None
         assert case.calibrations == 0
-        assert case.slowdown == 1.0
+        assert case.calibration.slowdown == 1.0
 
     _after_training(check)
 

@@ -131,6 +131,7 @@ def test_computed_again(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The computation's stream computes what copies on other streams have brought."""
     monkeypatch.setattr(cuda_device, "storage_link", lambda *_, **__: link_of(4_000_000))
     monkeypatch.setattr(feedback, "_MAX_CORRECTIONS", 0)
+    monkeypatch.setattr(feedback, "_COMPARED_AFTER", ())
     config = dataclasses.replace(GPT, num_layers=3, width=128)
     program = training(lambda: gpt.build(config), lambda step: gpt.batch(config, 16, step), steps=9)
     reference = unlimited(program)

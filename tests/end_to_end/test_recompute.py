@@ -49,9 +49,10 @@ def _deterministic() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _first_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage seems slow, and no plan follows on the first because of what the process takes."""
+    """Storage seems slow, and no plan follows on the first because of what it really is."""
     plan_with_slow_storage(monkeypatch, SLOW)
     monkeypatch.setattr(feedback, "_MAX_CORRECTIONS", 0)
+    monkeypatch.setattr(feedback, "_COMPARED_AFTER", ())
 
 
 def gpt_training(**changes: object) -> Program:

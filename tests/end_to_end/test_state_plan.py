@@ -98,8 +98,9 @@ def test_a_parameter_is_used_in_the_graphs_and_changed_in_its_update() -> None:
 def test_what_moves_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step that follows one under the same plan."""
     monkeypatch.setattr("teraplan.runtime.session.learn", lambda *_, **__: Lesson())
-    run_moving(training(adamw))
+    run_moving(training(adamw, steps=STEPS + 2))
     case, plan = planned_case()
+    assert len(case.runs) > 2, "the first may still write what was there without a plan"
     names = [plan.trace.tensors[m.tensor_id].name for m in plan.migrations]
     assert names
     last = case.runs[-1]
@@ -109,8 +110,8 @@ def test_what_moves_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     left = {t.tensor for r in case.runs[-2:] for t in r.transfers if t.direction is Direction.OUT}
     written = {n for n, m in zip(names, plan.migrations, strict=True) if not m.clean}
     assert written <= left
-    more = left - written
-    assert all(name.startswith("gradient") for name in more), "what is the user's after its update"
+    more = [name for name in left - written if not name.startswith("gradient")]
+    assert not more, "a gradient is the user's after its update, and may go"
 
 
 def test_a_plan_file_with_training_state_is_replayed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from teraplan.hardware import Tier
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan, write_plan
 from teraplan.planners.base import PAGE_BYTES
+from teraplan.runtime import feedback
 from teraplan.simulate import predict
 from teraplan.units import MIB
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
@@ -48,6 +49,7 @@ def test_a_pool_that_holds_a_part_of_a_tensor_is_used(
     reference: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_with_slow_storage(monkeypatch, SLOW)
+    monkeypatch.setattr(feedback, "_COMPARED_AFTER", ())
     options = {"host_budget": POOL, "recompute": "never", "report": str(tmp_path)}
     limited = tight(PROGRAM, reference, 0.2, **options)
     assert_same(reference, limited)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.models import convnet, gpt
-from teraplan.runtime import cuda_device
+from teraplan.runtime import cuda_device, feedback
 from tests.end_to_end.training import (
     Program,
     Run,
@@ -70,6 +70,7 @@ def test_same_bits(make_program: object, kernels: str, tiers: str) -> None:
 def test_computed_again(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the trial finds equal bits: PyTorch's own kernels are the same ones twice."""
     monkeypatch.setattr(cuda_device, "storage_link", lambda *_, **__: link_of(10_000_000))
+    monkeypatch.setattr(feedback, "_COMPARED_AFTER", ())
     program = gpt_program()
     reference = unlimited(program, kernels=kernels)
     limited = tight(program, reference, 0.5, kernels=kernels, recompute="auto", host_budget=0)

@@ -1,0 +1,119 @@
+"""How fast computation and links are, told by the steps of a plan alone."""
+
+import pytest
+
+from teraplan.hardware import Hardware
+from teraplan.memory_curve import device_curve, peak
+from teraplan.plan import Plan
+from teraplan.planners import make_plan, with_choices_of
+from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
+from teraplan.runtime.calibration import Calibration, calibrated, with_durations
+from teraplan.simulate import simulate
+from tests.planning.synthetic import budgets, gpt_trace, machine
+
+NUM_RUNS = 4
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """One that waits for its links."""
+    trace = gpt_trace(layers=4)
+    made = make_plan(trace, machine(), budgets(int(peak(device_curve(trace))) // 2))
+    assert made.prediction.step_ns > 1.1 * trace.duration_ns
+    return made
+
+
+def runs_of(
+    plan: Plan, hardware: Hardware, slower: float, extra_wait_ns: int = 0
+) -> list[RunRecord]:
+    """What steps of the plan are on this machine, where computing takes `slower` times as long."""
+    simulation = simulate(with_durations(plan.trace, slower), hardware, plan.migrations)
+    stalls = simulation.stalls
+    if extra_wait_ns:
+        wait = StallRecord(site=0, tensor=TRAINING_STATE, start_ns=0, duration_ns=extra_wait_ns)
+        stalls = (*stalls, wait)
+    run = RunRecord(
+        step=0,
+        duration_ns=simulation.step_ns + extra_wait_ns,
+        device_peak_bytes=0,
+        managed_peak_bytes=0,
+        site_start_ns=(),
+        managed_bytes=(),
+        transfers=(),
+        stalls=stalls,
+    )
+    return [run] * NUM_RUNS
+
+
+def learned(plan: Plan, runs: list[RunRecord], known: Calibration) -> Calibration | None:
+    measured_ns = int(plan.trace.duration_ns / known.slowdown)
+    return calibrated(known, plan, runs, measured_ns, may_slow_down=True)
+
+
+@pytest.mark.parametrize("slower", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("links", [0.4, 1.0, 1.5])
+def test_both_are_found(plan: Plan, slower: float, links: float) -> None:
+    runs = runs_of(plan, plan.hardware.with_links(links), slower)
+    found = learned(plan, runs, Calibration())
+    if runs[0].duration_ns == pytest.approx(plan.prediction.step_ns, rel=0.03):
+        assert links == 1.0
+        assert found is None, "as predicted"
+        return
+    assert found is not None
+    assert found.slowdown == pytest.approx(slower, rel=0.01)
+    assert found.link_speed == pytest.approx(links, rel=0.05)
+    assert found.unplanned_wait_ns == 0
+
+
+def test_what_is_known_is_the_base(plan: Plan) -> None:
+    """A plan made with links at 0.8, which are slower by another half, has links at 0.4."""
+    known = Calibration(slowdown=1.2, link_speed=0.8)
+    found = learned(plan, runs_of(plan, plan.hardware.with_links(0.5), 1.0), known)
+    assert found is not None
+    assert found.slowdown == pytest.approx(1.2, rel=0.01)
+    assert found.link_speed == pytest.approx(0.4, rel=0.05)
+
+
+def test_links_that_nobody_waits_for_are_as_before(plan: Plan) -> None:
+    moved_nothing = make_plan(plan.trace, plan.hardware, budgets(1 << 50))
+    found = learned(moved_nothing, runs_of(moved_nothing, plan.hardware, 1.5), Calibration())
+    assert found is not None
+    assert found.slowdown == pytest.approx(1.5, rel=0.01)
+    assert found.link_speed == 1.0
+
+
+def test_waits_that_no_plan_knows_are_not_the_links(plan: Plan) -> None:
+    wait_ns = plan.prediction.step_ns // 4
+    found = learned(plan, runs_of(plan, plan.hardware, 1.0, wait_ns), Calibration())
+    assert found is not None
+    assert found.unplanned_wait_ns == wait_ns
+    assert found.link_speed == 1.0
+    assert found.slowdown == pytest.approx(1.0, rel=0.01)
+
+
+def test_what_was_learned_predicts_the_same_runs(plan: Plan) -> None:
+    """So the same steps teach nothing a second time."""
+    runs = runs_of(plan, plan.hardware.with_links(0.6), 1.1)
+    found = learned(plan, runs, Calibration())
+    assert found is not None
+    again = make_plan_of(plan, found)
+    assert again.prediction.step_ns == pytest.approx(runs[0].duration_ns, rel=0.02)
+    assert learned(again, runs, found) is None
+
+
+def make_plan_of(plan: Plan, known: Calibration) -> Plan:
+    """The same choices, predicted with what is known."""
+    hardware = plan.hardware.with_links(known.link_speed)
+    remade = with_choices_of(plan, with_durations(plan.trace, known.slowdown), hardware)
+    assert remade is not None
+    return remade
+
+
+def test_at_a_limit_of_speed_the_search_ends(plan: Plan) -> None:
+    """No links are so fast or slow; nothing hangs, and the answer is bounded."""
+    (run, *_) = runs_of(plan, plan.hardware, 1.0)
+    for factor in (0.01, 100.0):
+        found = learned(plan, runs_of(plan, plan.hardware.with_links(factor), 1.0), Calibration())
+        assert found is not None
+        assert 1 / 16 <= found.link_speed <= 16
+    assert learned(plan, [run] * NUM_RUNS, Calibration()) is None
