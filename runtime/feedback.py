@@ -122,8 +122,10 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
     beyond = max(int((peak_bytes - budget_bytes) * _CORRECTION_FACTOR), least)
     before = case.reserve_bytes
     case.reserve_bytes += beyond
+    assert case.schedule is not None
+    old = case.schedule.plan
     try:
-        return Lesson(plan=plans.make(case), held_back_bytes=beyond)
+        return Lesson(plan=plans.make(case, like=old), held_back_bytes=beyond)
     except InfeasibleBudgetError as error:
         assert case.budgets is not None
         missing = error.least_budget_bytes - case.budgets.device_bytes
@@ -132,7 +134,7 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
     plan = None
     if case.reserve_bytes > before:
         try:
-            plan = plans.make(case)
+            plan = plans.make(case, like=old)
         except InfeasibleBudgetError:  # sums allow it, but whole tensors do not fit together
             case.reserve_bytes = before
     return Lesson(

@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +24,7 @@ from teraplan.plan import Plan
 from teraplan.plan_file import read_plan, require_same_fingerprint
 from teraplan.planners import make_plan, planner_named, with_choices_of
 from teraplan.planners.base import Problem, require_feasible
+from teraplan.recomputed_step import independent
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Device
 from teraplan.runtime.report_files import ReportFiles
@@ -119,14 +122,22 @@ class PlanMaker:
                 )
         return plan
 
-    def make(self, case: Case) -> Plan:
-        """A new plan from the case's measurements."""
+    def make(self, case: Case, like: Plan | None = None) -> Plan:
+        """A new plan from the case's measurements.
+
+        Args:
+            case: has them.
+            like: a plan that was made from them and shall be corrected a little: what it computes
+                again is computed again, which saves most of the planning.
+        """
         start_ns = time.perf_counter_ns()
         trace = self._trace(case)
         self._reports.write_trace(case.number, trace)
         budgets = self._budgets(case, trace)
         hardware = self.machine().with_links(case.calibration.link_speed)
-        plan = self._plan_within_wear(trace, hardware, budgets)
+        recompute = _recomputed_by(like, trace)
+        make = partial(self._make_plan, trace, hardware, recompute=recompute)
+        plan = self._plan_within_wear(make, budgets)
         require_valid(plan)
         elapsed = format_ns(time.perf_counter_ns() - start_ns)
         log.info("planned %d sites in %s", len(trace.sites), elapsed)
@@ -137,14 +148,14 @@ class PlanMaker:
         hardware = self.machine().with_links(case.calibration.link_speed)
         return with_choices_of(plan, self._trace(case), hardware)
 
-    def _plan_within_wear(self, trace: StepTrace, hardware: Hardware, budgets: Budgets) -> Plan:
+    def _plan_within_wear(self, make: Callable[[Budgets], Plan], budgets: Budgets) -> Plan:
         """A plan that writes no more to storage per day than `daily_writes` allows.
 
         Planners know how much may lie in storage, not how much may be written. A step seldom uses
         the same room twice, so the one is scaled until the other fits.
         """
         daily = self._config.daily_writes
-        plan = self._make_plan(trace, hardware, budgets)
+        plan = make(budgets)
         for attempt in range(_WEAR_ATTEMPTS):
             if daily is None or daily.nbytes is None:
                 return plan
@@ -160,7 +171,7 @@ class PlanMaker:
             log.info("daily_writes leaves %s of storage", format_nbytes(room))
             budgets = dataclasses.replace(budgets, storage_bytes=room)
             try:
-                plan = self._make_plan(trace, hardware, budgets)
+                plan = make(budgets)
             except InfeasibleBudgetError as error:
                 error.args = (
                     f"{error}. daily_writes allows {format_nbytes(allowed)} to be written in each "
@@ -169,13 +180,31 @@ class PlanMaker:
                 raise
         return plan
 
-    def _make_plan(self, trace: StepTrace, hardware: Hardware, budgets: Budgets) -> Plan:
+    def _make_plan(
+        self,
+        trace: StepTrace,
+        hardware: Hardware,
+        budgets: Budgets,
+        *,
+        recompute: bool | Sequence[int],
+    ) -> Plan:
         """A plan in which training state goes to storage, the only place that the runtime has."""
         rules = dict[str, Tier]()
         if hardware.host_link is not None:
             moving = (t.name for t in trace.tensors if t.kind is not TensorKind.ACTIVATION)
             rules = dict.fromkeys(moving, Tier.STORAGE)
-        return make_plan(trace, hardware, budgets, policy=self._config.policy, rules=rules)
+        try:
+            return make_plan(
+                *(trace, hardware, budgets),
+                policy=self._config.policy,
+                rules=rules,
+                recompute=recompute,
+            )
+        except InfeasibleBudgetError:
+            if isinstance(recompute, bool):
+                raise
+        # What they are computed from has to stay for longer than the budget now allows.
+        return self._make_plan(trace, hardware, budgets, recompute=True)
 
     def machine(self) -> Hardware:
         """The machine, measured at the first call."""
@@ -226,6 +255,14 @@ class PlanMaker:
                 storage_bytes=machine.storage_capacity_bytes,
             )
         return case.budgets
+
+
+def _recomputed_by(plan: Plan | None, trace: StepTrace) -> bool | Sequence[int]:
+    """What is to be computed again in a plan that is like another; True: find out."""
+    if plan is None or not plan.recomputed:
+        return True
+    chosen = [choice.tensor_id for choice in plan.recomputed]
+    return chosen if list(independent(trace, chosen)) == chosen else True
 
 
 def _require_possible_here(plan: Plan, path: str) -> None:

@@ -15,7 +15,7 @@ from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.plan import HostUpdate, Plan, Recomputation
 from teraplan.planners.base import Planner, Problem, require_feasible
 from teraplan.planners.baselines import plan_on_demand, plan_statically
-from teraplan.planners.recompute import with_recomputed
+from teraplan.planners.recompute import recomputations, with_recomputed
 from teraplan.planners.rules import apply_rules
 from teraplan.planners.stall_driven import plan_by_stalls
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
@@ -53,7 +53,7 @@ def make_plan(
     candidates: Sequence[Plan] = (),
     time_limit_s: float | None = None,
     tight_bound: bool = False,
-    recompute: bool = True,
+    recompute: bool | Sequence[int] = True,
     split: bool = True,
 ) -> Plan:
     """A plan for `trace` within `budgets`, accepted by the independent checker.
@@ -72,7 +72,7 @@ def make_plan(
         tight_bound: bound the step by a linear program (`relaxation`), which needs scipy and takes
             about as long as planning.
         recompute: let "teraplan" compute activations again where the trace says how and that is
-            faster. Not looked at if there are rules.
+            faster, or exactly those with these ids. Not looked at if there are rules.
         split: let "teraplan" split tensors between host memory and storage.
 
     Raises:
@@ -110,9 +110,13 @@ def make_plan(
         require_valid(plan)
         return plan
 
-    plan = plan_step()
-    if recompute and planner is plan_by_stalls and not rules:
-        plan = with_recomputed(plan, plan_step)
+    may_recompute = planner is plan_by_stalls and not rules
+    if may_recompute and not isinstance(recompute, bool):
+        plan = plan_step(recomputations(trace, recompute))
+    else:
+        plan = plan_step()
+        if may_recompute and recompute:
+            plan = with_recomputed(plan, plan_step)
     for other in candidates if not rules else ():
         allowed = (recompute or not other.recomputed) and (split or not _splits(other))
         plan = (_faster(other, plan) if allowed else None) or plan

@@ -39,7 +39,7 @@ def with_recomputed(kept: Plan, plan_step: PlanStep) -> Plan:
     def step_ns(part: int) -> int:
         if part not in plans:
             count = max(1, len(ranked) * part // _PARTS)
-            chosen = tuple(_recomputations(trace, ranked[:count]))
+            chosen = recomputations(trace, ranked[:count])
             try:
                 plans[part] = plan_step(chosen)
             except InfeasibleBudgetError:  # what they are computed from has to stay for longer
@@ -66,6 +66,11 @@ def _ranked(kept: Plan) -> Sequence[int]:
     moving = Counter(migration.tensor_id for migration in kept.migrations)
     ranked = sorted(freed, key=lambda i: (i not in moving, -freed[i], -i))
     return tuple(independent(trace, ranked))
+
+
+def recomputations(trace: StepTrace, chosen: Sequence[int]) -> tuple[Recomputation, ...]:
+    """That these tensors are computed again, with reasons."""
+    return tuple(_recomputations(trace, chosen))
 
 
 def _recomputations(trace: StepTrace, chosen: Sequence[int]) -> Iterator[Recomputation]:

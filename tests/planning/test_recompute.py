@@ -55,6 +55,19 @@ def machine(bytes_per_s: int) -> Hardware:
     )
 
 
+def test_what_is_named_is_computed_again() -> None:
+    """As a plan is made that corrects another one."""
+    trace = with_recipes()
+    budgets, slow = half(trace), machine(2_000_000_000)
+    found = make_plan(trace, slow, budgets)
+    chosen = [choice.tensor_id for choice in found.recomputed]
+    assert chosen
+    again = make_plan(trace, slow, budgets, recompute=chosen)
+    assert again == found
+    fewer = make_plan(trace, slow, budgets, recompute=chosen[:1])
+    assert [choice.tensor_id for choice in fewer.recomputed] == chosen[:1]
+
+
 def half(trace: StepTrace) -> Budgets:
     device_bytes = peak(device_curve(trace)) // 2
     return Budgets(device_bytes=device_bytes, host_bytes=0, storage_bytes=1 << 50)
