@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from teraplan.hardware import Budgets
 from teraplan.plan import Plan
@@ -120,6 +120,11 @@ class Case:
             self.durations_ns.clear()
             self.recomputes.clear()
         self.last = recorder
+
+    def forget_plans(self) -> None:
+        """Storage takes less than before: no plan so far holds, and links have another speed."""
+        self.schedule, self.best, self.settled = None, None, False
+        self.calibration = replace(self.calibration, link_speed=1.0)
 
     def add_rehearsed(self, rehearsed: Mapping[int, Recompute | None]) -> None:
         """Take in what the last measured step has found of computing again: the fastest counts."""

@@ -275,7 +275,8 @@ class Session:
 
     def _plan_around(self, case: Case, faults: list[str]) -> None:
         """Storage takes less than before: plan anew with what it takes now."""
-        case.schedule, case.best, self._fault = None, None, faults[0]
+        case.forget_plans()
+        self._fault = faults[0]
         self.plans.forget_room(case)
         self._fall_back(f"of {len(faults)} faults of storage the first: {faults[0]}")
 
