@@ -109,10 +109,11 @@ def _link_change(plan: Plan, slower: float, took_ns: int) -> float:
         hardware = plan.hardware.with_links(change)
         return predict(trace, hardware, *plan.choices).step_ns - took_ns
 
-    if not plan.migrations or abs(late_ns(1)) <= within_ns:
+    late_now_ns = late_ns(1) if plan.migrations else 0
+    if abs(late_now_ns) <= within_ns:
         return 1.0
-    sign = 1 if late_ns(1) > 0 else -1  # of the logarithm of the change
-    near, far = 1.0, 1.0
+    sign = 1 if late_now_ns > 0 else -1  # of the logarithm of the change
+    near, far = 1.0, 2.0**sign
     while sign * late_ns(far) > within_ns:
         if max(far, 1 / far) >= _MOST_LINK_CHANGE:
             return far

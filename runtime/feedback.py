@@ -72,39 +72,38 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         return _hold_back(case, plans, peak_bytes, budget_bytes)
     if len(case.runs) not in _COMPARED_AFTER:
         return _NOTHING
-    better = _best_so_far(case)
+    assert case.schedule is not None
+    plan = case.schedule.plan
+    better = _best_so_far(case, plan)
     less = _hold_back_less(case, budget_bytes - peak_bytes, budget_bytes)
     found = case.calibrate(may_slow_down=case.calibrations < _MAX_CALIBRATIONS)
-    if better is not None:
-        return Lesson(plan=plans.predict_again(case, better))
-    if less or (found and not case.settled):
+    if better is None and (less or (found and not case.settled)):
         return _with_actual_values(case, plans)
-    if found:
-        assert case.schedule is not None
-        return Lesson(plan=plans.predict_again(case, case.schedule.plan))
+    if better is not None or found:
+        return Lesson(plan=plans.predict_again(case, better or plan))
     return _NOTHING
 
 
-def _best_so_far(case: Case) -> Plan | None:
-    """The plan to go back to if the one in force is slower than an older one; for good, then."""
-    assert case.schedule is not None
+def _best_so_far(case: Case, plan: Plan) -> Plan | None:
+    """The one to go back to if `plan`, in force, is slower than an older one; for good, then."""
     took_ns, best = typical_ns(case.runs), case.best
     if best is None or took_ns < best.took_ns:
-        case.best = MeasuredPlan(plan=case.schedule.plan, took_ns=took_ns)
-    elif not case.settled and took_ns > best.took_ns * _SLOWER and _differ(case, best.plan):
+        case.best = MeasuredPlan(plan=plan, took_ns=took_ns)
+    elif (
+        not case.settled
+        and took_ns > best.took_ns * _SLOWER
+        and _done_in(plan) != _done_in(best.plan)
+    ):
         case.settled = True
         log.info("back to the plan with which a step took %s", format_ns(best.took_ns))
         return best.plan
     return None
 
 
-def _differ(case: Case, plan: Plan) -> bool:
-    assert case.schedule is not None
-    mine, others = (
-        [replace(migration, reason="") for migration in one.migrations]
-        for one in (case.schedule.plan, plan)
-    )
-    return mine != others
+def _done_in(plan: Plan) -> tuple[object, ...]:
+    """All that is decided, without reasons."""
+    moved = (replace(migration, reason="") for migration in plan.migrations)
+    return (*moved, *(choice.tensor_id for choice in plan.recomputed))
 
 
 def keeps_too_much(case: Case, *, peak_bytes: int, budget_bytes: int) -> bool:

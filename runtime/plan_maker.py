@@ -134,9 +134,8 @@ class PlanMaker:
         trace = self._trace(case)
         self._reports.write_trace(case.number, trace)
         budgets = self._budgets(case, trace)
-        hardware = self.machine().with_links(case.calibration.link_speed)
         recompute = _recomputed_by(like, trace)
-        make = partial(self._make_plan, trace, hardware, recompute=recompute)
+        make = partial(self._make_plan, trace, self._hardware(case), recompute=recompute)
         plan = self._plan_within_wear(make, budgets)
         require_valid(plan)
         elapsed = format_ns(time.perf_counter_ns() - start_ns)
@@ -145,8 +144,7 @@ class PlanMaker:
 
     def predict_again(self, case: Case, plan: Plan) -> Plan | None:
         """The choices of an older plan with what is known now; None if they no longer hold."""
-        hardware = self.machine().with_links(case.calibration.link_speed)
-        return with_choices_of(plan, self._trace(case), hardware)
+        return with_choices_of(plan, self._trace(case), self._hardware(case))
 
     def _plan_within_wear(self, make: Callable[[Budgets], Plan], budgets: Budgets) -> Plan:
         """A plan that writes no more to storage per day than `daily_writes` allows.
@@ -211,6 +209,10 @@ class PlanMaker:
         if self._machine is None:
             self._machine = self._device.hardware()
         return self._machine
+
+    def _hardware(self, case: Case) -> Hardware:
+        """The machine with links of the speed that they have in steps of this case."""
+        return self.machine().with_links(case.calibration.link_speed)
 
     def forget_room(self, case: Case) -> None:
         """Look again at what storage can take before the next plan of this case."""

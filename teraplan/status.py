@@ -112,13 +112,13 @@ class Status:
             f"  step ideal                 {_time(self.ideal_step_ns)}",
             f"  step predicted / actual    {_time(self.predicted_step_ns)}"
             f" / {_time(self.actual_step_ns)}",
-            f"  waits in the last step     {_time(self.stall_ns)}",
         ]
         if self.plans > 1:
             lines.append(
                 f"  plan number {self.plans:<15}computation takes {self.slowdown:.2f} of what was "
                 f"measured, links have {self.link_speed:.2f} of their speed"
             )
+        lines.append(f"  waits in the last step     {_time(self.stall_ns)}")
         lines += [f"    {name}: {_time(ns)}" for name, ns in self.stalls[:5]]
         for tier in sorted(self.bytes_out):
             lines.append(

@@ -110,13 +110,12 @@ def make_plan(
         require_valid(plan)
         return plan
 
-    may_recompute = planner is plan_by_stalls and not rules
-    if may_recompute and not isinstance(recompute, bool):
-        plan = plan_step(recomputations(trace, recompute))
-    else:
+    if planner is not plan_by_stalls or rules:
         plan = plan_step()
-        if may_recompute and recompute:
-            plan = with_recomputed(plan, plan_step)
+    elif isinstance(recompute, bool):
+        plan = with_recomputed(plan_step(), plan_step) if recompute else plan_step()
+    else:
+        plan = plan_step(recomputations(trace, recompute))
     for other in candidates if not rules else ():
         allowed = (recompute or not other.recomputed) and (split or not _splits(other))
         plan = (_faster(other, plan) if allowed else None) or plan
@@ -155,36 +154,34 @@ def _bound_ns(problem: Problem, tight: bool) -> int:
 
 def with_choices_of(plan: Plan, trace: StepTrace, hardware: Hardware) -> Plan | None:
     """The choices of `plan` for the same step, measured anew; None if they do not hold there."""
-    said = predict(trace, hardware, *plan.choices)
-    remade = replace(plan, trace=trace, hardware=hardware, prediction=said)
-    if check_plan(remade):
+    remade = _predicted(replace(plan, trace=trace, hardware=hardware))
+    if remade is None or check_plan(remade):
         return None
     bound_ns = _bound_ns(Problem.of(remade.step, hardware, plan.budgets), tight=False)
-    return replace(remade, prediction=replace(said, bound_ns=bound_ns))
+    return replace(remade, prediction=replace(remade.prediction, bound_ns=bound_ns))
+
+
+def _predicted(plan: Plan) -> Plan | None:
+    """The plan with a prediction of its own; None if it does not hold.
+
+    It may come from a file that somebody has edited, and only what the checker accepts can be
+    simulated.
+    """
+    if any(violation.kind is not ViolationKind.PREDICTION for violation in check_plan(plan)):
+        return None
+    return replace(plan, prediction=predict(plan.trace, plan.hardware, *plan.choices))
 
 
 def _faster(candidate: Plan, plan: Plan) -> Plan | None:
-    """The candidate's migrations in the place of those of `plan`; None if they do not hold.
+    """The candidate for the machine and budgets of `plan`; None if it does not hold there.
 
-    None, too, if that is not faster. It may come from a file that somebody has edited, and only
-    what the checker accepts can be simulated.
+    None, too, if that is not faster.
     """
-    remade = replace(
-        plan,
-        policy=candidate.policy,
-        migrations=candidate.migrations,
-        host_updates=candidate.host_updates,
-        prediction=candidate.prediction,
-        recomputed=candidate.recomputed,
-    )
-    if candidate.trace != plan.trace or any(
-        violation.kind is not ViolationKind.PREDICTION for violation in check_plan(remade)
-    ):
+    if candidate.trace != plan.trace:
         return None
-    said = predict(plan.trace, plan.hardware, *candidate.choices)
-    if said.step_ns >= plan.prediction.step_ns:
+    remade = _predicted(replace(candidate, hardware=plan.hardware, budgets=plan.budgets))
+    if remade is None or remade.prediction.step_ns >= plan.prediction.step_ns:
         return None
-    remade = replace(remade, prediction=said)
     return None if check_plan(remade) else remade
 
 

@@ -8,7 +8,7 @@ in which everything is kept stays unless another is faster by more than measurem
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.plan import Plan, Recomputation
@@ -70,14 +70,12 @@ def _ranked(kept: Plan) -> Sequence[int]:
 
 def recomputations(trace: StepTrace, chosen: Sequence[int]) -> tuple[Recomputation, ...]:
     """That these tensors are computed again, with reasons."""
-    return tuple(_recomputations(trace, chosen))
+    return tuple(_recomputation(trace, tensor_id) for tensor_id in chosen)
 
 
-def _recomputations(trace: StepTrace, chosen: Sequence[int]) -> Iterator[Recomputation]:
-    for tensor_id in chosen:
-        tensor = trace.tensors[tensor_id]
-        assert tensor.recompute is not None, f"{tensor.name} has no recipe"
-        took = format_ns(tensor.recompute.duration_ns)
-        yield Recomputation(
-            tensor_id=tensor_id, reason=f"frees {format_nbytes(tensor.nbytes)} for {took}"
-        )
+def _recomputation(trace: StepTrace, tensor_id: int) -> Recomputation:
+    tensor = trace.tensors[tensor_id]
+    assert tensor.recompute is not None, f"{tensor.name} has no recipe"
+    took = format_ns(tensor.recompute.duration_ns)
+    reason = f"frees {format_nbytes(tensor.nbytes)} for {took}"
+    return Recomputation(tensor_id=tensor_id, reason=reason)

@@ -3,7 +3,6 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from teraplan.runtime.session import Session
 from teraplan.runtime.storage import Storage
 from tests.end_to_end.training import MLP, Run, assert_same, run, sessions, training, unlimited
 from tests.fakes.slow_link import plan_with_slow_storage
-from tests.fakes.throttled_stores import throttle
+from tests.fakes.throttled_stores import opening_limited
 
 IDLE_NS = 500_000_000
 SLOW_BYTES_PER_S = 10_000_000
@@ -130,17 +129,26 @@ def test_a_plan_that_turns_out_slower_is_given_up_for_the_one_before() -> None:
     _after_training(check)
 
 
+def test_what_steps_have_shown_of_storage_ends_with_a_fault_of_it() -> None:
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        case.calibration = Calibration(slowdown=1.2, link_speed=0.5, unplanned_wait_ns=7)
+        case.settled = True
+        _make_out(session, 1.0)
+        _lesson(session)
+        session._plan_around(case, ["a fault"])
+        assert case.calibration == Calibration(slowdown=1.2, unplanned_wait_ns=7)
+        assert case.schedule is None
+        assert case.best is None
+        assert not case.settled
+
+    _after_training(check)
+
+
 @pytest.mark.slow
 def test_links_that_are_slower_than_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Storage.open
-
-    def slow_storage(*args: Any, **options: Any) -> Storage:  # noqa: ANN401
-        storage = opened(*args, **options)
-        throttle(storage, [SLOW_BYTES_PER_S])
-        return storage
-
     plan_with_slow_storage(monkeypatch, 20 * SLOW_BYTES_PER_S)
-    monkeypatch.setattr(Storage, "open", slow_storage)
+    monkeypatch.setattr(Storage, "open", opening_limited(SLOW_BYTES_PER_S))
 
     steps = training(MLP, MLP().batch, steps=12)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.models import encoder, gpt
+from teraplan import planners
 from teraplan.errors import PlanMismatchError, UnsupportedError
 from teraplan.passes import recipes
 from teraplan.plan import Plan
@@ -86,7 +87,7 @@ def plan_of() -> Plan:
 
 
 @pytest.mark.slow
-def test_gpt(reference: Run) -> None:
+def test_gpt(reference: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     limited = tight(gpt_training(), reference, 0.7, recompute="auto")
     assert_same(reference, limited)
     assert limited.final.recomputed_bytes > 0
@@ -95,6 +96,11 @@ def test_gpt(reference: Run) -> None:
     assert len(names) == limited.final.recomputed > 0
     assert all(name.endswith("down") for name in names), "what goes into the second product"
     assert "computed again" in str(limited.final)
+    (session,) = sessions()
+    assert session.active is not None
+    monkeypatch.setattr(planners, "with_recomputed", None)
+    corrected = session.plans.make(session.active, like=plan)
+    assert corrected.recomputed == plan.recomputed, "without a search"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ whatever the number of workers. The real disk has to be faster than all pipes to
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from teraplan.runtime.storage import Storage
 from teraplan.runtime.storage.store import Store
@@ -39,11 +40,24 @@ def throttle(storage: Storage, speeds: Sequence[float]) -> list[Pipe]:
     """Limits the stores of `storage` to these bytes per second each."""
     pipes = [Pipe(speed) for speed in speeds]
     for store, pipe in zip(storage.traffic.stores, pipes, strict=True):
-        limit(store, pipe)
+        _limit(store, pipe)
     return pipes
 
 
-def limit(store: Store, pipe: Pipe) -> None:
+def opening_limited(bytes_per_s: float) -> Callable[..., Storage]:
+    """`Storage.open`, where all that is opened by it shares one pipe."""
+    opened, pipe = Storage.open, Pipe(bytes_per_s)
+
+    def limited(*args: Any, **options: Any) -> Storage:  # noqa: ANN401
+        storage = opened(*args, **options)
+        for store in storage.traffic.stores:
+            _limit(store, pipe)
+        return storage
+
+    return limited
+
+
+def _limit(store: Store, pipe: Pipe) -> None:
     """Lets what `store` moves through `pipe`."""
     for name in ("write", "read"):
         setattr(store.arena, name, pipe.limited(getattr(store.arena, name)))
