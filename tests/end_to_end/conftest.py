@@ -27,17 +27,16 @@ def _imported_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """One thread, no compiled graph and no session of an earlier test."""
+    """One thread, and no compiled graph or session that outlives its test."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     # pytest's log handler would make torch write down every guard of every graph.
     logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
-    forget_everything()
     gc.freeze()  # what is still there is no garbage, and no test's training state
     with pytest.MonkeyPatch.context() as patch:  # as much as what a small model saves
         patch.setattr(plan_maker, "MEASURED_WITHIN_BYTES", 0)
         yield
-    torch._dynamo.reset()
+    forget_everything()
     torch.set_num_threads(threads)
 
 
