@@ -194,11 +194,20 @@ class CpuDevice(Device):
         self.pool.lower(nbytes)
         _put_heap_on_huge_pages()
 
+    def state_comes(self, *, now: bool) -> None:
+        if not self._keeps_free_memory:
+            return
+        if now:  # what stays is no part of the heap, and leaves no holes in it
+            self._malloc.map_large()
+        else:
+            self._malloc.keep_for_reuse()
+
     def keep_nothing_free(self) -> bool:
         if not self._keeps_free_memory:
             return False
         self._keeps_free_memory = False
         self._malloc.map_large()
+        self._malloc.plug_holes()
         return True
 
     def resident_bytes(self) -> int:

@@ -132,6 +132,9 @@ class Device(ABC):
         """The process is to hold `nbytes` less of the device from now on than it has so far."""
         self.run_fast()
 
+    def state_comes(self, *, now: bool) -> None:  # noqa: B027  most have nothing to prepare
+        """A step begins in which optimizers may make their state, or no such step."""
+
     def keep_nothing_free(self) -> bool:
         """Give memory back as soon as it is free, at the cost of speed; False if so it was."""
         return False
@@ -150,8 +153,9 @@ class Device(ABC):
 
         Args:
             limit_bytes: what the process may hold of the device.
-            headroom_bytes: what it may hold more for a while, and what it is to hold less where
-                little is in use, so that other code has room between two sites.
+            headroom_bytes: what it may hold more for a while where giving back costs time, and what
+                it is to hold less where little is in use, so that other code has room between two
+                sites.
             spare_bytes: what the plan leaves of the limit until the next site.
         """
 

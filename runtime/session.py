@@ -215,6 +215,7 @@ class Session:
             self.active = case = self._case(key)
         self._bounds.begin()
         lacks_state = not self._bounds.optimizer_known and self._shares.lacks_state
+        self.device.state_comes(now=lacks_state or self.steps == 0)
         self._rehearses = self.keeper.rehearses or lacks_state
         is_new = self._compiles != self._compiles_seen or self._rehearses
         measure_memory = case.lacks_memory and not is_new

@@ -80,3 +80,28 @@ def test_what_keeps_too_much_is_measured_anew(monkeypatch: pytest.MonkeyPatch) -
     assert_same(reference, again)
     without_plan = [k for k, status in enumerate(again.statuses) if status.phase != "planned"]
     assert without_plan == [0, 1, 2, 4, 5], "measured in two steps, twice"
+
+
+@pytest.mark.parametrize("budget", ["1000%", "80MiB"])
+def test_optimizer_state_leaves_no_holes_between_what_comes_and_goes(budget: str) -> None:
+    """It is made in the first step, as mappings of its own."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+    options = {"kernels": "aot_eager", "device_budget": budget}
+    step = torch.compile(model, backend="teraplan", options=options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Malloc().plug_holes()
+    for _ in range(2):
+        torch.autograd.backward(step(torch.ones(256, 1024)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [optimizer.state[layer.weight][name] for layer in model for name in _MOMENTS]
+    assert not any(_on_heap(state) for state in states)
+    assert _on_heap(torch.empty(4 * MIB)), "what is free stays for its next use"
+
+
+def _on_heap(tensor: Tensor) -> bool:
+    start, nbytes = process_memory.heap_range()
+    return start <= tensor.data_ptr() < start + nbytes
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -22,9 +22,11 @@ def test_large_blocks_are_mapped_as_long_as_one_session_wants_it() -> None:
     first.keep_for_reuse()
     assert on_heap(8 * MIB)
     first.map_large()
+    first.plug_holes()
     second.keep_for_reuse()
     assert not on_heap(8 * MIB)
     second.map_large()
+    second.plug_holes()
     first.keep_for_reuse()
     assert not on_heap(8 * MIB)
     second.keep_for_reuse()
@@ -34,6 +36,7 @@ def test_large_blocks_are_mapped_as_long_as_one_session_wants_it() -> None:
 def test_a_session_that_is_gone_wants_nothing() -> None:
     gone = Malloc()
     gone.map_large()
+    gone.plug_holes()
     assert not on_heap(8 * MIB)
     del gone
     Malloc().keep_for_reuse()

@@ -19,6 +19,7 @@ from teraplan.runtime.process_memory import PeakWatch, resident_bytes
 malloc = Malloc()
 malloc.keep_for_reuse()
 malloc.map_large()
+malloc.plug_holes()
 parameters = [torch.rand(n << 18) for n in (8, 6, 2)]
 before, watch, kept = resident_bytes(), PeakWatch(), []
 for _ in range(20):
@@ -41,6 +42,7 @@ for _ in range(12):
     kept += [torch.ones(10) for _ in range(20)]
 del blocks
 malloc.map_large()
+malloc.plug_holes()
 before, watch = resident_bytes(), PeakWatch()
 for _ in range(20):
     kept.append([torch.ones(1 << 20)[:1].clone() for _ in range(4)])
@@ -59,7 +61,9 @@ from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage import Storage, default_directory
 
-Malloc().map_large()
+malloc = Malloc()
+malloc.map_large()
+malloc.plug_holes()
 with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory:
     warm = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1 << 18))])
     warm.param_groups[0]["params"][0].grad = torch.zeros(1 << 18)
