@@ -256,8 +256,8 @@ class CpuDevice(Device):
             self._limit_bytes -= headroom_bytes
             beyond -= self.pool.shrink(beyond + needed)
             self.pool.room_bytes = max(0, -beyond - needed)
-        elif urgent:
-            beyond -= self.pool.shrink(beyond - headroom_bytes)
+        elif beyond > 0:
+            beyond -= self.pool.shrink(beyond)
         is_due = self._sites_since_trim > _SITES_BETWEEN_TRIMS or (
             urgent and time.perf_counter_ns() >= self._next_urgent_trim_ns
         )

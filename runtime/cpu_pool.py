@@ -2,10 +2,10 @@
 
 glibc's heap is no place for tensors that come and go under a budget: after one step its free holes
 held as much as the tensors did (1,001 MiB of heap for 626 MiB in use), and blocks that are mappings
-of their own cost a page fault per 4 KiB. Here a freed block waits for the next tensor of its size,
-and repeated layers ask for the same sizes again and again. In use and waiting together never exceed
-the most that has been in use at once, unless there is slack under the budget: a tensor of a size
-that nobody has left gets the pages of blocks that wait.
+of their own cost a page fault per 4 KiB. Here freed memory waits for the next tensors, and repeated
+layers ask for the same sizes again and again. In use and waiting together never exceed the most
+that has been in use at once, unless there is slack under the budget: where no free range is long
+enough, a tensor gets pages of several.
 """
 
 import ctypes
@@ -17,7 +17,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch._C._dynamo import guards
 
-from teraplan.runtime.page_pool import PageBlock, PagePool
+from teraplan.runtime.free_ranges import PageBlock
+from teraplan.runtime.page_pool import PagePool
 from teraplan.runtime.pages import HUGE_PAGE_BYTES, round_up
 
 MIN_BLOCK_BYTES = 256 << 10

@@ -1,58 +1,42 @@
-"""Touched memory that waits for its next use, whole or in pieces, or goes back to the system.
+"""Touched memory that waits for its next use, or goes back to the system.
 
-    given -> waits by its size -> taken by a tensor of that size
-                               -> broken up: scraps -> part of a block of another size
-                                                    -> unmapped
+    given -> joined with its neighbours that wait, too
+          -> a tensor takes the end of the range that fits best
+          -> where none is large enough: pieces of several are moved into a row
+          -> unmapped
 
-What has waited longest, by size, is broken up first. The pool of CPU tensors and the training state
-both keep their free memory in one of these.
+A step's tensors come in a few sizes, again and again, and most of the memory is in use. With blocks
+that waited for their own size, half of all tensors found none and were made of moved pieces (100 of
+196 in a step of an 8-layer GPT-2, 17 ms); with ranges that are split and joined it is 16.
 """
 
-from collections import OrderedDict
-
 from teraplan.runtime import pages
-from teraplan.runtime.page_scraps import PageScraps, Piece, total_nbytes
+from teraplan.runtime.free_ranges import FreeRanges, PageBlock
+from teraplan.runtime.page_scraps import PageScraps, Piece, new_mapping, total_nbytes
 from teraplan.runtime.pages import HUGE_PAGE_BYTES
 
 
-class PageBlock:
-    """Memory of one tensor: pieces in a row, each by one mapping or one move."""
-
-    __slots__ = ("address", "nbytes", "pieces")
-
-    def __init__(self, address: int, pieces: list[Piece]) -> None:
-        self.address = address
-        self.pieces = pieces
-        self.nbytes = total_nbytes(pieces)
-
-    @classmethod
-    def whole(cls, address: int, nbytes: int) -> "PageBlock":
-        """A block of one piece."""
-        return cls(address, [Piece(address, nbytes)])
-
-
 class PagePool:
-    """Blocks that wait. Not thread safe."""
+    """Ranges that wait. Not thread safe."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[int, list[PageBlock]] = OrderedDict()
-        """By size; sizes that have been given in the longest time ago come first."""
-        self._scraps = PageScraps()
-        self.nbytes = 0
+        self._large = FreeRanges(HUGE_PAGE_BYTES)
+        """Of mappings that may have huge pages."""
+        self._small = FreeRanges(pages.PAGE_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """All that waits."""
+        return self._large.nbytes + self._small.nbytes
 
     def take(self, nbytes: int) -> PageBlock | None:
-        """A block of `nbytes` of touched memory, None if none of that size waits."""
-        blocks = self._blocks.get(nbytes)
-        if not blocks:
-            return None
-        self.nbytes -= nbytes
-        return blocks.pop()
+        """A block of `nbytes` of touched memory, None if no range is so large."""
+        block = self._small.take(nbytes) if nbytes < HUGE_PAGE_BYTES else None
+        return block or self._large.take(nbytes)
 
     def give(self, block: PageBlock) -> None:
         """Keep the memory of a block that nobody uses any more."""
-        self._blocks.setdefault(block.nbytes, []).append(block)
-        self._blocks.move_to_end(block.nbytes)
-        self.nbytes += block.nbytes
+        (self._large if block.is_large else self._small).add(block)
 
     def make(self, nbytes: int, reused_bytes: int) -> PageBlock:
         """A new block, `reused_bytes` of it out of what waits, if there are so many.
@@ -60,53 +44,60 @@ class PagePool:
         Where it could have a huge page and only pieces of some wait, these go back to the system
         and a fresh one takes their place. Else all memory would end in pieces, step by step.
         """
-        start = pages.take(nbytes)
-        self._break_up(reused_bytes)
+        start, is_large = pages.take(nbytes), nbytes >= HUGE_PAGE_BYTES
+        scraps = self._break_up(reused_bytes, large_first=is_large)
         whole_bytes = reused_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        huge = self._scraps.take_huge(whole_bytes)
-        self._release(self._scraps.take_least(whole_bytes - total_nbytes(huge)))
-        small = self._scraps.take(reused_bytes - whole_bytes)
+        huge = scraps.take_huge(whole_bytes)
+        _release(scraps.take_least(whole_bytes - total_nbytes(huge)))
+        small = scraps.take(reused_bytes - whole_bytes)
+        self._keep(scraps)
         fresh = start + total_nbytes(huge)
         tail = start + nbytes - total_nbytes(small)
-        pieces = self._moved(huge, start)
+        pieces = _moved(huge, start)
         if tail > fresh:
-            pieces.append(Piece(fresh, tail - fresh))
-        return PageBlock(start, pieces + self._moved(small, tail))
+            pieces.append(Piece(fresh, tail - fresh, new_mapping()))
+        return PageBlock(start, pieces + _moved(small, tail), is_large=is_large)
 
     def shrink(self, nbytes: int) -> None:
         """Unmap at least `nbytes` of what waits, or all there is; huge pages go as a whole."""
         nbytes = pages.round_up(max(0, nbytes))
-        self._break_up(nbytes)
-        self._release(self._scraps.take_least(nbytes))
+        scraps = self._break_up(nbytes, large_first=False)
+        _release(scraps.take_least(nbytes))
+        self._keep(scraps)
 
     def clear(self) -> None:
         """Unmap everything that waits."""
         self.shrink(self.nbytes)
 
-    def _moved(self, scraps: list[Piece], target: int) -> list[Piece]:
-        """The scraps as pieces in a row from `target` on."""
-        pieces: list[Piece] = []
-        for scrap in scraps:
-            _move(scrap, target)
-            pieces.append(Piece(target, scrap.nbytes))
-            target += scrap.nbytes
-            self.nbytes -= scrap.nbytes
-        return pieces
+    def _break_up(self, nbytes: int, *, large_first: bool) -> PageScraps:
+        """Pieces of at least `nbytes`, or all there are."""
+        scraps = PageScraps()
+        order = (self._large, self._small) if large_first else (self._small, self._large)
+        for ranges in order:
+            while scraps.nbytes < nbytes and ranges.nbytes:
+                for piece in ranges.cut_off(nbytes - scraps.nbytes).pieces:
+                    scraps.add(piece)
+        return scraps
 
-    def _release(self, scraps: list[Piece]) -> None:
-        for scrap in scraps:
-            self.nbytes -= scrap.nbytes
-            pages.release(scrap.address, scrap.nbytes)
+    def _keep(self, scraps: PageScraps) -> None:
+        """What is left of them waits again."""
+        for piece, is_large in scraps.rest():
+            self.give(PageBlock(piece.address, [piece], is_large=is_large))
 
-    def _break_up(self, nbytes: int) -> None:
-        """Make scraps of blocks until there are `nbytes`."""
-        while self._scraps.nbytes < nbytes and self._blocks:
-            size, blocks = next(iter(self._blocks.items()))
-            if not blocks:
-                del self._blocks[size]
-                continue
-            for piece in blocks.pop().pieces:
-                self._scraps.add(piece)
+
+def _moved(scraps: list[Piece], target: int) -> list[Piece]:
+    """The scraps as pieces in a row from `target` on."""
+    pieces: list[Piece] = []
+    for scrap in scraps:
+        _move(scrap, target)
+        pieces.append(Piece(target, scrap.nbytes, new_mapping()))
+        target += scrap.nbytes
+    return pieces
+
+
+def _release(scraps: list[Piece]) -> None:
+    for scrap in scraps:
+        pages.release(scrap.address, scrap.nbytes)
 
 
 def _move(piece: Piece, target: int) -> None:

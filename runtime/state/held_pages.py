@@ -2,10 +2,12 @@
 
 fresh -> a block has it -> given: waits -> another block of that size has it
                                         -> shrunk: back to the system
+A block is always one mapping: its pages move to a tensor's address by one move.
 """
 
+from collections import OrderedDict
+
 from teraplan.runtime import pages
-from teraplan.runtime.page_pool import PageBlock, PagePool
 
 
 class HeldPages:
@@ -16,12 +18,14 @@ class HeldPages:
         """All that is held, what waits included."""
         self.peak_bytes = 0
         """The most since `take_peak`."""
-        self._waiting = PagePool()
+        self._waiting: OrderedDict[int, list[int]] = OrderedDict()
+        """Addresses by size; sizes that have been given in the longest time ago come first."""
+        self._waiting_bytes = 0
 
     @property
     def in_use_bytes(self) -> int:
         """What is held and does not wait."""
-        return self.nbytes - self._waiting.nbytes
+        return self.nbytes - self._waiting_bytes
 
     def count(self, nbytes: int) -> None:
         """So much more is held, or less."""
@@ -35,8 +39,11 @@ class HeldPages:
 
     def take_waiting(self, nbytes: int) -> int | None:
         """Address of touched pages, None if none of that size wait."""
-        block = self._waiting.take(nbytes)
-        return None if block is None else block.address
+        addresses = self._waiting.get(nbytes)
+        if not addresses:
+            return None
+        self._waiting_bytes -= nbytes
+        return addresses.pop()
 
     def take_fresh(self, nbytes: int) -> int:
         """Address of untouched pages."""
@@ -45,10 +52,17 @@ class HeldPages:
 
     def give(self, address: int, nbytes: int) -> None:
         """Let pages wait that no block needs any more."""
-        self._waiting.give(PageBlock.whole(address, nbytes))
+        self._waiting.setdefault(nbytes, []).append(address)
+        self._waiting.move_to_end(nbytes)
+        self._waiting_bytes += nbytes
 
     def shrink_to(self, limit_bytes: int) -> None:
         """Give back what waits until no more than this is held, or nothing waits."""
-        before = self._waiting.nbytes
-        self._waiting.shrink(self.nbytes - limit_bytes)
-        self.nbytes -= before - self._waiting.nbytes
+        while self.nbytes > limit_bytes and self._waiting:
+            nbytes, addresses = next(iter(self._waiting.items()))
+            if not addresses:
+                del self._waiting[nbytes]
+                continue
+            pages.release(addresses.pop(), nbytes)
+            self._waiting_bytes -= nbytes
+            self.nbytes -= nbytes

@@ -10,7 +10,8 @@ import torch
 
 from teraplan.runtime import pages, process_memory
 from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.page_pool import PageBlock, PagePool, _move
+from teraplan.runtime.free_ranges import PageBlock
+from teraplan.runtime.page_pool import PagePool, _move
 from teraplan.runtime.page_scraps import PageScraps, Piece
 from teraplan.runtime.pages import HUGE_PAGE_BYTES, use_huge_pages
 from teraplan.units import MIB
@@ -54,8 +55,8 @@ def test_what_waits_and_what_is_used_stay_under_the_most_in_use() -> None:
 def test_slack_lets_blocks_wait_beside_new_ones() -> None:
     pool = CpuPool()
     _floats(pool, 8 * MIB, 1.0)
-    pool.slack_bytes = 4 * MIB
-    held = _floats(pool, 4 * MIB, 2.0)
+    pool.slack_bytes = 8 * MIB
+    held = _floats(pool, 12 * MIB, 2.0)
     assert pool.waiting_bytes == 8 * MIB
     assert pool.slack_bytes == 0
     del held
@@ -79,8 +80,8 @@ def test_where_there_is_no_room_new_blocks_are_made_of_what_waits() -> None:
 def test_a_seam_between_waiting_and_fresh_memory_cuts_no_huge_page() -> None:
     pool = CpuPool()
     _floats(pool, 64 * MIB, 1.0)
-    pool.slack_bytes = 3 * MIB
-    tensor = _floats(pool, 10 * MIB, 2.0)  # 7 MiB of it have to come out of what waits
+    pool.slack_bytes = 57 * MIB
+    tensor = _floats(pool, 74 * MIB, 2.0)  # 7 MiB of it have to come out of what waits
     assert pool.waiting_bytes == 56 * MIB
     assert bool((tensor == 2.0).all())
 
@@ -107,8 +108,8 @@ def test_shrinking_gives_memory_back_to_the_system() -> None:
 
 
 def test_what_is_unmapped_is_whole_pages() -> None:
-    pool = PagePool()
-    pool.give(PageBlock.whole(pages.take(MIB), MIB))
+    pool, start = PagePool(), pages.take(MIB)
+    pool.give(PageBlock(start, [Piece(start, MIB, 1)], is_large=False))
     pool.shrink(1000)
     assert pool.nbytes == MIB - pages.PAGE_BYTES
     pool.shrink(MIB)
@@ -139,7 +140,7 @@ def test_a_move_that_the_kernel_refuses_leaves_usable_memory() -> None:
     target = pages.take(MIB)
     hole = pages.take(MIB)
     pages.release(hole, MIB)
-    _move(Piece(hole, MIB), target)
+    _move(Piece(hole, MIB, 1), target)
     assert bool((_bytes_at(target, MIB) == 0).all())
     pages.release(target, MIB)
 
@@ -151,14 +152,14 @@ def test_mapping_too_much_is_an_error_with_the_size() -> None:
 
 def test_scraps_keep_huge_pages_whole_while_they_can() -> None:
     scraps = PageScraps()
-    scraps.add(Piece(HUGE_PAGE_BYTES - MIB, MIB + 2 * HUGE_PAGE_BYTES))
-    assert scraps.take_least(MIB) == [Piece(HUGE_PAGE_BYTES - MIB, MIB)]
-    assert scraps.take_huge(HUGE_PAGE_BYTES) == [Piece(2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES)]
+    scraps.add(Piece(HUGE_PAGE_BYTES - MIB, MIB + 2 * HUGE_PAGE_BYTES, 1))
+    assert scraps.take_least(MIB) == [Piece(HUGE_PAGE_BYTES - MIB, MIB, 1)]
+    assert scraps.take_huge(HUGE_PAGE_BYTES) == [Piece(2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, 1)]
     taken = scraps.take(MIB)
-    assert taken == [Piece(2 * HUGE_PAGE_BYTES - MIB, MIB)]
+    assert taken == [Piece(2 * HUGE_PAGE_BYTES - MIB, MIB, 1)]
     assert scraps.nbytes == HUGE_PAGE_BYTES - MIB
     assert scraps.take_huge(HUGE_PAGE_BYTES) == []
-    scraps.add(Piece(4 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES))
+    scraps.add(Piece(4 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES, 1))
     least = scraps.take_least(HUGE_PAGE_BYTES)
     assert [piece.nbytes for piece in least] == [HUGE_PAGE_BYTES - MIB, HUGE_PAGE_BYTES]
     assert scraps.nbytes == HUGE_PAGE_BYTES

@@ -1,0 +1,119 @@
+"""Ranges of free memory, by address and by size: best fit, and free neighbours are joined.
+
+(Knuth, The Art of Computer Programming 1, section 2.5: dynamic storage allocation.)
+"""
+
+from bisect import bisect_left, insort
+
+from teraplan.runtime.page_scraps import Piece, total_nbytes
+from teraplan.runtime.pages import HUGE_PAGE_BYTES
+
+
+class PageBlock:
+    """Memory in a row: pieces, each of one mapping or one move."""
+
+    __slots__ = ("address", "is_large", "nbytes", "pieces")
+
+    def __init__(self, address: int, pieces: list[Piece], *, is_large: bool) -> None:
+        self.address = address
+        self.pieces = pieces
+        self.nbytes = total_nbytes(pieces)
+        self.is_large = is_large
+        """It is, or was, part of a mapping that may have huge pages."""
+
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.nbytes
+
+    def split(self, nbytes: int) -> tuple["PageBlock", "PageBlock"]:
+        """The first `nbytes`, and the rest; each has some."""
+        at, cut = 0, self.address + nbytes
+        while self.pieces[at].end < cut:
+            at += 1
+        piece = self.pieces[at]
+        first, rest = [*self.pieces[:at], piece.first(cut - piece.address)], self.pieces[at + 1 :]
+        if piece.end > cut:
+            rest = [piece.last(piece.end - cut), *rest]
+        large = self.is_large
+        return (
+            PageBlock(self.address, first, is_large=large),
+            PageBlock(cut, rest, is_large=large),
+        )
+
+
+class FreeRanges:
+    """Ranges no two of which are neighbours."""
+
+    def __init__(self, unit_bytes: int) -> None:
+        self._unit_bytes = unit_bytes
+        """What is cut off is a multiple of it, as far as possible."""
+        self.nbytes = 0
+        self._by_start: dict[int, PageBlock] = {}
+        self._by_end: dict[int, PageBlock] = {}
+        self._sizes: list[tuple[int, int]] = []
+        """(bytes, start), sorted."""
+
+    def add(self, block: PageBlock) -> None:
+        """A block is free."""
+        before, behind = self._by_end.get(block.address), self._by_start.get(block.end)
+        if before is not None:
+            self._remove(before)
+            block = _joined(before, block)
+        if behind is not None:
+            self._remove(behind)
+            block = _joined(block, behind)
+        self._insert(block)
+
+    def take(self, nbytes: int) -> PageBlock | None:
+        """`nbytes` of the smallest range that has so many, None if none has.
+
+        Whole huge pages come from its start, other sizes from its end: so most ranges begin with
+        a huge page.
+        """
+        at = bisect_left(self._sizes, (nbytes, 0))
+        if at == len(self._sizes):
+            return None
+        found = self._by_start[self._sizes[at][1]]
+        self._remove(found)
+        if found.nbytes == nbytes:
+            return found
+        if nbytes % HUGE_PAGE_BYTES:
+            rest, found = found.split(found.nbytes - nbytes)
+        else:
+            found, rest = found.split(nbytes)
+        self._insert(rest)
+        return found
+
+    def cut_off(self, nbytes: int) -> PageBlock:
+        """The end of a range, `nbytes` or a little more; the largest range if all are smaller."""
+        at = bisect_left(self._sizes, (nbytes, 0))
+        found = self._by_start[self._sizes[min(at, len(self._sizes) - 1)][1]]
+        self._remove(found)
+        rest_bytes = (found.end - nbytes) // self._unit_bytes * self._unit_bytes - found.address
+        if rest_bytes <= 0:
+            return found
+        rest, found = found.split(rest_bytes)
+        self._insert(rest)
+        return found
+
+    def _insert(self, block: PageBlock) -> None:
+        self._by_start[block.address] = self._by_end[block.end] = block
+        insort(self._sizes, (block.nbytes, block.address))
+        self.nbytes += block.nbytes
+
+    def _remove(self, block: PageBlock) -> None:
+        del self._by_start[block.address], self._by_end[block.end]
+        del self._sizes[bisect_left(self._sizes, (block.nbytes, block.address))]
+        self.nbytes -= block.nbytes
+
+
+def _joined(first: PageBlock, behind: PageBlock) -> PageBlock:
+    """Two neighbours as one; a piece that was split is whole again."""
+    last, following = first.pieces[-1], behind.pieces[0]
+    if last.mapping != following.mapping:
+        pieces = first.pieces + behind.pieces
+    else:
+        whole = Piece(last.address, last.nbytes + following.nbytes, last.mapping)
+        pieces = [*first.pieces[:-1], whole, *behind.pieces[1:]]
+    return PageBlock(first.address, pieces, is_large=first.is_large)

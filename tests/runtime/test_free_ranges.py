@@ -1,0 +1,83 @@
+"""Ranges of free memory: numbers alone, no memory behind them."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from teraplan.runtime.free_ranges import FreeRanges, PageBlock
+from teraplan.runtime.page_scraps import Piece
+from teraplan.runtime.pages import HUGE_PAGE_BYTES
+from teraplan.units import MIB
+
+_START = 1 << 40
+
+
+def _block(offset: int, nbytes: int, mapping: int) -> PageBlock:
+    return PageBlock(
+        _START + offset, [Piece(_START + offset, nbytes, mapping)], is_large=nbytes >= MIB
+    )
+
+
+def _where(block: PageBlock | None) -> tuple[int, int]:
+    assert block is not None
+    return block.address - _START, block.nbytes
+
+
+def test_the_range_that_fits_best_is_taken() -> None:
+    ranges = FreeRanges(MIB)
+    for offset, nbytes in ((0, 9), (20, 4), (40, 6)):
+        ranges.add(_block(offset * MIB, nbytes * MIB, offset))
+    assert _where(ranges.take(5 * MIB)) == (41 * MIB, 5 * MIB), "the end of 6 MiB"
+    assert _where(ranges.take(4 * MIB)) == (20 * MIB, 4 * MIB), "all of 4 MiB"
+    assert _where(ranges.take(2 * HUGE_PAGE_BYTES)) == (0, 4 * MIB), "huge pages from a start"
+    assert ranges.take(6 * MIB) is None, "1 and 5 MiB are not neighbours"
+    assert ranges.nbytes == 6 * MIB
+
+
+def test_free_neighbours_are_joined_and_what_was_one_mapping_moves_as_one() -> None:
+    ranges = FreeRanges(MIB)
+    ranges.add(_block(0, 8 * MIB, 1))
+    ranges.add(_block(8 * MIB, 8 * MIB, 2))
+    taken = [ranges.take(3 * MIB) for _ in range(5)]
+    assert ranges.nbytes == MIB
+    for block in taken:
+        assert block is not None
+        ranges.add(block)
+    whole = ranges.take(16 * MIB)
+    assert whole is not None
+    assert whole.pieces == [Piece(_START, 8 * MIB, 1), Piece(_START + 8 * MIB, 8 * MIB, 2)]
+    assert ranges.nbytes == 0
+
+
+def test_what_is_cut_off_leaves_whole_units() -> None:
+    ranges = FreeRanges(HUGE_PAGE_BYTES)
+    ranges.add(_block(0, 9 * MIB, 1))
+    assert _where(ranges.cut_off(2 * MIB)) == (6 * MIB, 3 * MIB)
+    assert _where(ranges.cut_off(7 * MIB)) == (0, 6 * MIB), "the largest, where all are smaller"
+    assert ranges.nbytes == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_byte_is_lost_or_given_twice(seed: int) -> None:
+    chance, ranges, held = random.Random(seed), FreeRanges(HUGE_PAGE_BYTES), list[PageBlock]()
+    total = 64
+    for number in range(total // 4):
+        ranges.add(_block(number * 4 * MIB, 4 * MIB, number))
+    for _ in range(300):
+        if held and chance.random() < 0.5:
+            ranges.add(held.pop(chance.randrange(len(held))))
+            continue
+        nbytes = chance.randrange(1, 12) * MIB
+        block = ranges.take(nbytes) if chance.random() < 0.8 else ranges.cut_off(nbytes)
+        if block is not None:
+            held.append(block)
+        used = sorted((b.address, b.end) for b in held)
+        assert all(end <= start for (_, end), (start, _) in pairwise(used))
+        assert sum(b.nbytes for b in held) + ranges.nbytes == total * MIB
+        for block in held:
+            ends = [block.address, *(piece.end for piece in block.pieces)]
+            assert [piece.address for piece in block.pieces] == ends[:-1]
+            assert ends[-1] == block.end
+            mappings = [piece.mapping for piece in block.pieces]
+            assert len(set(mappings)) == len(mappings), "one piece for each mapping"
