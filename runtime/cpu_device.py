@@ -46,9 +46,9 @@ class _Copy(Copy):
     """
 
     def __init__(
-        self, device: "CpuDevice", source: torch.Tensor, label: str, *, host_bytes: int
+        self, device: "CpuDevice", source: torch.UntypedStorage, label: str, *, host_bytes: int
     ) -> None:
-        self.nbytes, self.host_bytes, self.label = source.nbytes, host_bytes, label
+        self.nbytes, self.host_bytes, self.label = source.nbytes(), host_bytes, label
         self.tier = Tier.HOST if host_bytes == self.nbytes else Tier.STORAGE
         address = source.data_ptr()
         self.pooled = device.pool.owns(address)
@@ -61,12 +61,13 @@ class _Copy(Copy):
             self.record = device.storage.put(
                 address + host_bytes,
                 self.nbytes - host_bytes,
-                owner=source.untyped_storage(),
+                owner=source,
                 label=label,
             )
         device.count_host(host_bytes)
         if self.hosted is not None:  # while storage writes the rest
-            device.copy(self.hosted, source.narrow(0, 0, host_bytes), label, Direction.OUT)
+            first = torch.empty(0, dtype=torch.uint8).set_(source, 0, (host_bytes,), (1,))
+            device.copy(self.hosted, first, label, Direction.OUT)
 
     def wait_out(self) -> int:
         if self._left or self.record is None:
@@ -282,9 +283,8 @@ class CpuDevice(Device):
         self, tensor: torch.Tensor, tier: Tier, label: str, *, host_bytes: int = 0
     ) -> Copy:
         storage = tensor.untyped_storage()
-        source = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
         first = storage.nbytes() if tier is Tier.HOST else host_bytes
-        return _Copy(self, source, label, host_bytes=first)
+        return _Copy(self, storage, label, host_bytes=first)
 
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
         assert isinstance(copy, _Copy), f"{copy} was not made by this device"
