@@ -8,9 +8,10 @@ in which everything is kept stays unless another is faster by more than measurem
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from teraplan.errors import InfeasibleBudgetError
+from teraplan.memory_curve import fixed_curve, touched_curve
 from teraplan.plan import Plan, Recomputation
 from teraplan.recomputed_step import independent, recomputable
 from teraplan.step_trace import StepTrace
@@ -65,7 +66,35 @@ def _ranked(kept: Plan) -> Sequence[int]:
     }
     moving = Counter(migration.tensor_id for migration in kept.migrations)
     ranked = sorted(freed, key=lambda i: (i not in moving, -freed[i], -i))
-    return tuple(independent(trace, ranked))
+    return tuple(_that_fit(trace, independent(trace, ranked), kept.budgets.device_bytes))
+
+
+def _that_fit(trace: StepTrace, tensor_ids: Iterable[int], budget_bytes: int) -> Iterator[int]:
+    """Those with which, beside those before them, there still is a plan for the budget.
+
+    What one takes while it is computed, and its sources from there on, may be too much at once.
+    """
+    curve = fixed_curve(trace) + touched_curve(trace)
+    starts = dict[int, int]()
+    """Of the sources' last windows, where one needs them earlier."""
+    for tensor_id in tensor_ids:
+        tensor = trace.tensors[tensor_id]
+        assert tensor.recompute is not None, f"{tensor.name} has no recipe"
+        need = tensor.windows[1][0]
+        sources = {
+            source: starts.get(source, trace.tensors[source].windows[1][0])
+            for source in tensor.recompute.sources
+        }
+        taken = [(need + 1, tensor.recompute.temporary_bytes)]
+        taken += [(start, trace.tensors[source].nbytes) for source, start in sources.items()]
+        for end, nbytes in taken:
+            curve[need:end] += nbytes
+        if curve[need : max(end for end, _ in taken)].max() <= budget_bytes:
+            starts.update((source, min(need, start)) for source, start in sources.items())
+            yield tensor_id
+            continue
+        for end, nbytes in taken:
+            curve[need:end] -= nbytes
 
 
 def recomputations(trace: StepTrace, chosen: Sequence[int]) -> tuple[Recomputation, ...]:

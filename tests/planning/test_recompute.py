@@ -12,10 +12,11 @@ from teraplan.check_plan import check_plan
 from teraplan.cli import main
 from teraplan.errors import FileFormatError, InfeasibleBudgetError
 from teraplan.hardware import Budgets, Hardware
-from teraplan.memory_curve import device_curve, peak
+from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.plan import Plan, Recomputation
 from teraplan.plan_file import read_plan, write_plan
 from teraplan.planners import make_plan
+from teraplan.planners.recompute import _that_fit
 from teraplan.recomputed_step import independent, recomputable, recomputed_step
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
 from teraplan.simulate import predict
@@ -103,6 +104,41 @@ def test_what_needs_each_other_is_not_computed_again_together() -> None:
     trace = replace(trace, tensors=(*trace.tensors[:UP], up, *trace.tensors[UP + 1 :]))
     assert list(independent(trace, [GELU, UP, NORM])) == [GELU, NORM]
     assert list(independent(trace, [UP, GELU, NORM])) == [UP]
+
+
+@pytest.mark.parametrize("over", [0, 3, 10, 30, 100, 1000])
+def test_what_does_not_fit_where_it_is_computed_is_kept(over: int) -> None:
+    """And does not keep the others from being computed again."""
+    trace = with_recipes()
+    tensors = list(trace.tensors)
+    for number in range(GELU, len(tensors), 20):
+        recipe = tensors[number].recompute
+        assert recipe is not None
+        large = replace(recipe, temporary_bytes=1 << 40)
+        tensors[number] = replace(tensors[number], recompute=large)
+    trace = replace(trace, tensors=tuple(tensors))
+    budget = least_budget(trace).nbytes * (100 + over) // 100
+    order = list(independent(trace, range(len(tensors) - 1, -1, -1)))
+    chosen = list(_that_fit(trace, order, budget))
+    assert least_budget(recomputed_step(trace, chosen)).nbytes <= budget
+    assert chosen == [number for number in order if number in chosen]
+    for number in order:
+        if number not in chosen:
+            before = [n for n in chosen if order.index(n) < order.index(number)]
+            assert least_budget(recomputed_step(trace, [*before, number])).nbytes > budget
+    assert over < 1000 or len(chosen) == len(order) - 2
+
+
+def test_one_that_needs_too_much_does_not_hide_the_others() -> None:
+    trace = with_recipes()
+    recipe = trace.tensors[GELU].recompute
+    assert recipe is not None
+    large = replace(trace.tensors[GELU], recompute=replace(recipe, temporary_bytes=1 << 40))
+    trace = replace(trace, tensors=(*trace.tensors[:GELU], large, *trace.tensors[GELU + 1 :]))
+    kept = make_plan(trace, machine(GIB // 2), half(trace), recompute=False)
+    plan = make_plan(trace, machine(GIB // 2), half(trace))
+    assert len(plan.recomputed) > 1
+    assert plan.prediction.step_ns < kept.prediction.step_ns
 
 
 def test_a_source_that_is_done_with_too_early_is_none() -> None:
