@@ -15,6 +15,7 @@ from teraplan.step_trace import Recompute, StepTrace
 
 log = logging.getLogger(__name__)
 
+_KEPT_RUNS = 64
 _MAX_ATTEMPTS = 4
 """Measurements of unequal steps before a kind of step counts as one that never repeats."""
 
@@ -64,6 +65,9 @@ class Case:
     """Too much had been held back."""
     attempts: int = 0
     runs: list[RunRecord] = field(default_factory=list[RunRecord])
+    """The last ones under one schedule."""
+    num_runs: int = 0
+    """All under that schedule."""
     runs_of: Schedule | None = None
     """What the runs ran under."""
     last: StepRecorder | None = None
@@ -120,6 +124,19 @@ class Case:
             self.durations_ns.clear()
             self.recomputes.clear()
         self.last = recorder
+
+    def add_run(self, run: RunRecord) -> None:
+        """Take in a finished step under the schedule in force."""
+        if self.runs_of is not self.schedule:
+            self.runs.clear()
+            self.runs_of, self.num_runs = self.schedule, 0
+        self.runs.append(run)
+        self.num_runs += 1
+        del self.runs[:-_KEPT_RUNS]
+
+    def forget_speed(self) -> None:
+        """The machine has changed: what steps took before says nothing of plans to come."""
+        self.best, self.settled, self.calibrations = None, False, 0
 
     def forget_plans(self) -> None:
         """Storage takes less than before: no plan so far holds, and links have another speed."""

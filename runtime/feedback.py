@@ -34,6 +34,10 @@ _UNUSED_FRACTION, _UNUSED_BYTES = 0.03, 4 * MIB
 """Of the budget: what is held back and then not used is given back from here on."""
 _COMPARED_AFTER = (3, 6, 12, 24)
 """Steps under one plan after which predicted and actual times and peaks are compared."""
+_COMPARED_EVERY = 48
+"""Steps, later: a disk may become slow, or another program may end."""
+_CHANGED = 1.25
+"""Times what steps under the same plan took before, or that part of it."""
 _SLOWER = 1.03
 """Times the fastest plan so far: a plan that takes longer is not followed any more."""
 _MAX_CALIBRATIONS = 4
@@ -70,10 +74,13 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     within = min(MEASURED_WITHIN_BYTES, int(budget_bytes * _WITHIN_FRACTION))
     if peak_bytes > budget_bytes + within and case.corrections < _MAX_CORRECTIONS:
         return _hold_back(case, plans, peak_bytes, budget_bytes)
-    if len(case.runs) not in _COMPARED_AFTER:
+    is_late = case.num_runs % _COMPARED_EVERY == 0
+    if case.num_runs not in _COMPARED_AFTER and not is_late:
         return _NOTHING
     assert case.schedule is not None
     plan = case.schedule.plan
+    if is_late and _has_changed(case, plan):
+        case.forget_speed()
     better = _best_so_far(case, plan)
     less = _hold_back_less(case, budget_bytes - peak_bytes, budget_bytes)
     found = case.calibrate(may_slow_down=case.calibrations < _MAX_CALIBRATIONS)
@@ -82,6 +89,14 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     if better is not None or found:
         return Lesson(plan=plans.predict_again(case, better or plan))
     return _NOTHING
+
+
+def _has_changed(case: Case, plan: Plan) -> bool:
+    """True if `plan`, in force, is the fastest so far and takes another time than it did."""
+    best, took_ns = case.best, typical_ns(case.runs)
+    if best is None or _done_in(plan) != _done_in(best.plan):
+        return False
+    return not 1 / _CHANGED <= took_ns / best.took_ns <= _CHANGED
 
 
 def _best_so_far(case: Case, plan: Plan) -> Plan | None:

@@ -55,7 +55,6 @@ _STATE_COULD_MOVE = (
     "Parameters, gradients and optimizer state stay on the device here; "
     'training_state="moves" lets them leave, too'
 )
-_KEPT_RUNS = 64
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
 
@@ -292,15 +291,9 @@ class Session:
         engine = self.engine
         if engine.diverged_at is not None:
             self.diverged_steps += 1
-        if case.runs_of is not case.schedule:
-            case.runs.clear()
-            case.runs_of = case.schedule
-        plan = case.schedule.plan
-        case.runs.append(
-            run_record(self.steps - 1, case.schedule.step, recorder, engine, self.last_transfers)
-        )
-        del case.runs[:-_KEPT_RUNS]
-        if len(case.runs) in _RUNS_WRITTEN_AT:
+        plan, step = case.schedule.plan, case.schedule.step
+        case.add_run(run_record(self.steps - 1, step, recorder, engine, self.last_transfers))
+        if case.num_runs in _RUNS_WRITTEN_AT:
             self.reports.write_runs(case.number, plan, case.runs)
         peak_bytes, budget_bytes = self.actual_peak_bytes(), plan.budgets.device_bytes
         lesson = learn(case, self.plans, peak_bytes=peak_bytes, budget_bytes=budget_bytes)

@@ -9,12 +9,13 @@ import torch
 
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
 from teraplan.runtime.calibration import Calibration
+from teraplan.runtime.case import MeasuredPlan
 from teraplan.runtime.feedback import Lesson, learn
 from teraplan.runtime.session import Session
 from teraplan.runtime.storage import Storage
 from tests.end_to_end.training import MLP, Run, assert_same, run, sessions, training, unlimited
 from tests.fakes.slow_link import plan_with_slow_storage
-from tests.fakes.throttled_stores import opening_limited
+from tests.fakes.throttled_stores import opening_limited, throttle
 
 IDLE_NS = 500_000_000
 SLOW_BYTES_PER_S = 10_000_000
@@ -33,7 +34,7 @@ def _make_out(session: Session, slower: float, *, runs: int = 6) -> int:
     (case,) = session.cases.values()
     assert case.schedule is not None
     took_ns = int(case.schedule.plan.prediction.step_ns * slower)
-    case.runs = [_with_duration(case.runs[-1], took_ns)] * runs
+    case.runs, case.num_runs = [_with_duration(case.runs[-1], took_ns)] * runs, runs
     return took_ns
 
 
@@ -113,7 +114,7 @@ def test_a_plan_that_turns_out_slower_is_given_up_for_the_one_before() -> None:
         assert case.best is not None
         slower = dataclasses.replace(first, migrations=first.migrations[1:])
         session._follow(case, slower)
-        case.runs = [_with_duration(case.runs[-1], int(1.1 * first_ns))] * 6
+        case.runs, case.num_runs = [_with_duration(case.runs[-1], int(1.1 * first_ns))] * 6, 6
         back = _lesson(session).plan
         assert back is not None
         assert back.migrations == first.migrations
@@ -125,6 +126,32 @@ def test_a_plan_that_turns_out_slower_is_given_up_for_the_one_before() -> None:
             assert again.migrations == first.migrations
             assert 0.95 * took_ns < again.prediction.step_ns < 1.05 * took_ns
             session._follow(case, again)
+
+    _after_training(check)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_machine_that_changes_is_learned_anew(factor: float) -> None:
+    """Long after everything was settled, where the same plan takes another time than it did."""
+
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        assert case.schedule is not None
+        case.calibration = Calibration()
+        took_ns = _make_out(session, 1.0)
+        case.best = MeasuredPlan(plan=case.schedule.plan, took_ns=took_ns)
+        case.calibrations, case.settled = 4, True
+        for slightly, runs in ((factor, 47), (factor**0.3, 48)):
+            _make_out(session, slightly, runs=runs)
+            _lesson(session)
+            assert case.settled
+        took_ns = _make_out(session, factor, runs=48)
+        plan = _lesson(session).plan
+        assert plan is not None
+        assert 0.9 * took_ns < plan.prediction.step_ns < 1.1 * took_ns
+        assert case.best.took_ns == took_ns
+        assert not case.settled
+        assert case.calibrations == 1
 
     _after_training(check)
 
@@ -162,6 +189,34 @@ def test_links_that_are_slower_than_measured(monkeypatch: pytest.MonkeyPatch) ->
         assert hardware.storage_link.out_bytes_per_s < 10 * SLOW_BYTES_PER_S
 
     assert_same(unlimited(steps), run(program, device_budget="80%"))
+
+
+@pytest.mark.slow
+def test_a_disk_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_with_slow_storage(monkeypatch, 20 * SLOW_BYTES_PER_S)
+
+    def program(this: Run, *, slow_from: int = 1000) -> None:
+        net = MLP()
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(120):
+            if step == slow_from:
+                (session,) = sessions()
+                (case,) = session.cases.values()
+                assert case.calibration.link_speed > 0.6
+                throttle(session.device.storage, [4 * SLOW_BYTES_PER_S])
+            loss = net(*net.batch(step % 4))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    def slowed(this: Run) -> None:
+        program(this, slow_from=60)
+        (case,) = next(iter(sessions())).cases.values()
+        assert case.calibration.link_speed < 0.4
+
+    assert_same(unlimited(program), run(slowed, device_budget="80%"))
 
 
 @pytest.mark.slow
