@@ -22,7 +22,8 @@ from teraplan.errors import (
     TeraplanError,
     UnsupportedError,
 )
-from teraplan.plan_file import write_plan
+from teraplan.hardware import Tier
+from teraplan.plan_file import read_plan, write_plan
 from tests.end_to_end.conftest import forget_everything
 from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run, training, unlimited
 from tests.planning.test_host_updates import hosted
@@ -194,12 +195,12 @@ class TestPlanFiles:
     @staticmethod
     def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
         """A plan that moves something, and the run that it was made in."""
-        from tests.end_to_end.training import assert_kept_to_plan, tight
+        from tests.end_to_end.training import assert_kept_to_plan, moving
 
         directory = tmp_path_factory.mktemp("report")
         torch.set_num_threads(1)
         program = training(MLP, MLP().batch)
-        limited = tight(program, unlimited(program), 0.5, report=str(directory))
+        limited = moving(program, unlimited(program), 0.5, report=str(directory))
         assert_kept_to_plan(limited)
         return directory / "plan.json", limited
 
@@ -207,7 +208,7 @@ class TestPlanFiles:
         path, original = recorded
         replayed = run(training(MLP, MLP().batch), plan=str(path))
         assert_same(original, replayed)
-        assert replayed.moved_bytes == original.final.bytes_out["storage"]
+        assert replayed.moved_bytes == read_plan(path).prediction.out_bytes[Tier.STORAGE]
 
     def test_replay_for_another_model_is_refused(self, recorded: tuple[Path, Run]) -> None:
         def other() -> MLP:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.end_to_end.training import MLP, Run, assert_same, tight, unlimited
+from tests.end_to_end.training import MLP, Run, assert_same, moving, tight, unlimited
 
 
 class _Layers(nn.Module):
@@ -76,7 +76,7 @@ def test_graphs_that_are_kept_after_their_backward(losses: int) -> None:
             optimizer.zero_grad()
 
     reference = unlimited(program)
-    limited = tight(program, reference, 0.6)
+    limited = moving(program, reference, 0.6)
     assert_same(reference, limited)
     assert limited.final.diverged_steps == 0
     assert limited.moved_bytes > 0
