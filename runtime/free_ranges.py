@@ -58,11 +58,9 @@ class FreeRanges:
         """A block is free."""
         before, behind = self._by_end.get(block.address), self._by_start.get(block.end)
         if before is not None:
-            self._remove(before)
-            block = _joined(before, block)
+            block = _joined(self._remove(before), block)
         if behind is not None:
-            self._remove(behind)
-            block = _joined(block, behind)
+            block = _joined(block, self._remove(behind))
         self._insert(block)
 
     def take(self, nbytes: int) -> PageBlock | None:
@@ -74,8 +72,7 @@ class FreeRanges:
         at = bisect_left(self._sizes, (nbytes, 0))
         if at == len(self._sizes):
             return None
-        found = self._by_start[self._sizes[at][1]]
-        self._remove(found)
+        found = self._remove(self._by_start[self._sizes[at][1]])
         if found.nbytes == nbytes:
             return found
         if nbytes % HUGE_PAGE_BYTES:
@@ -88,8 +85,7 @@ class FreeRanges:
     def cut_off(self, nbytes: int) -> PageBlock:
         """The end of a range, `nbytes` or a little more; the largest range if all are smaller."""
         at = bisect_left(self._sizes, (nbytes, 0))
-        found = self._by_start[self._sizes[min(at, len(self._sizes) - 1)][1]]
-        self._remove(found)
+        found = self._remove(self._by_start[self._sizes[min(at, len(self._sizes) - 1)][1]])
         rest_bytes = (found.end - nbytes) // self._unit_bytes * self._unit_bytes - found.address
         if rest_bytes <= 0:
             return found
@@ -102,10 +98,11 @@ class FreeRanges:
         insort(self._sizes, (block.nbytes, block.address))
         self.nbytes += block.nbytes
 
-    def _remove(self, block: PageBlock) -> None:
+    def _remove(self, block: PageBlock) -> PageBlock:
         del self._by_start[block.address], self._by_end[block.end]
         del self._sizes[bisect_left(self._sizes, (block.nbytes, block.address))]
         self.nbytes -= block.nbytes
+        return block
 
 
 def _joined(first: PageBlock, behind: PageBlock) -> PageBlock:

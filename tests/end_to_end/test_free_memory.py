@@ -32,6 +32,7 @@ class Convolutions(nn.Module):
 
 
 STEPS = 14
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def beside_tensors() -> int:
@@ -104,6 +105,3 @@ def test_optimizer_state_leaves_no_holes_between_what_comes_and_goes(budget: str
 def _on_heap(tensor: Tensor) -> bool:
     start, nbytes = process_memory.heap_range()
     return start <= tensor.data_ptr() < start + nbytes
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")

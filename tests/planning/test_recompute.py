@@ -45,6 +45,17 @@ def with_recipes(layers: int = 4) -> StepTrace:
     return replace(trace, tensors=tuple(tensors))
 
 
+def too_large(trace: StepTrace, *tensor_ids: int) -> StepTrace:
+    """`trace`, where computing these again takes more memory at once than any budget has."""
+    tensors = list(trace.tensors)
+    for number in tensor_ids:
+        recipe = tensors[number].recompute
+        assert recipe is not None
+        large = replace(recipe, temporary_bytes=1 << 40)
+        tensors[number] = replace(tensors[number], recompute=large)
+    return replace(trace, tensors=tuple(tensors))
+
+
 def machine(bytes_per_s: int) -> Hardware:
     return Hardware(
         device="test",
@@ -109,16 +120,9 @@ def test_what_needs_each_other_is_not_computed_again_together() -> None:
 @pytest.mark.parametrize("over", [0, 3, 10, 30, 100, 1000])
 def test_what_does_not_fit_where_it_is_computed_is_kept(over: int) -> None:
     """And does not keep the others from being computed again."""
-    trace = with_recipes()
-    tensors = list(trace.tensors)
-    for number in range(GELU, len(tensors), 20):
-        recipe = tensors[number].recompute
-        assert recipe is not None
-        large = replace(recipe, temporary_bytes=1 << 40)
-        tensors[number] = replace(tensors[number], recompute=large)
-    trace = replace(trace, tensors=tuple(tensors))
+    trace = too_large(with_recipes(), GELU, GELU + 20)
     budget = least_budget(trace).nbytes * (100 + over) // 100
-    order = list(independent(trace, range(len(tensors) - 1, -1, -1)))
+    order = list(independent(trace, range(len(trace.tensors) - 1, -1, -1)))
     chosen = list(_that_fit(trace, order, budget))
     assert least_budget(recomputed_step(trace, chosen)).nbytes <= budget
     assert chosen == [number for number in order if number in chosen]
@@ -130,11 +134,7 @@ def test_what_does_not_fit_where_it_is_computed_is_kept(over: int) -> None:
 
 
 def test_one_that_needs_too_much_does_not_hide_the_others() -> None:
-    trace = with_recipes()
-    recipe = trace.tensors[GELU].recompute
-    assert recipe is not None
-    large = replace(trace.tensors[GELU], recompute=replace(recipe, temporary_bytes=1 << 40))
-    trace = replace(trace, tensors=(*trace.tensors[:GELU], large, *trace.tensors[GELU + 1 :]))
+    trace = too_large(with_recipes(), GELU)
     kept = make_plan(trace, machine(GIB // 2), half(trace), recompute=False)
     plan = make_plan(trace, machine(GIB // 2), half(trace))
     assert len(plan.recomputed) > 1

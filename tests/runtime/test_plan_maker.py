@@ -1,6 +1,5 @@
 """Plans that correct another one, made of its choices as far as they still hold."""
 
-from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -12,16 +11,12 @@ from teraplan.planners import make_plan
 from teraplan.runtime.device import Device
 from teraplan.runtime.plan_maker import PlanMaker
 from teraplan.runtime.report_files import ReportFiles
-from tests.planning.test_recompute import GELU, half, machine, with_recipes
+from tests.planning.test_recompute import GELU, half, machine, too_large, with_recipes
 
 
 def test_what_cannot_be_computed_again_any_more_is_chosen_anew() -> None:
     """What it needs at once does not fit under the lower budget; the plan without it does."""
-    trace = with_recipes()
-    recipe = trace.tensors[GELU].recompute
-    assert recipe is not None
-    large = replace(trace.tensors[GELU], recompute=replace(recipe, temporary_bytes=1 << 40))
-    trace = replace(trace, tensors=(*trace.tensors[:GELU], large, *trace.tensors[GELU + 1 :]))
+    trace = too_large(with_recipes(), GELU)
     budgets, slow = half(trace), machine(2_000_000_000)
     with pytest.raises(InfeasibleBudgetError):
         make_plan(trace, slow, budgets, recompute=[GELU])
