@@ -4,13 +4,14 @@ Determinism matters: a training step that puts and drops the same sizes in the s
 same extents in every step, so that it overwrites blocks that the disk has already seen (1.5 times
 as fast as first writes on ext4) and never grows the file again.
 
-A signal's handler may raise at any point of the main thread. So each change is made to a copy that
-then takes the place of what was there, and extents belong to an owner who can give back what it
-has, whether or not it got to know of it.
+A signal's handler may raise at any point of the main thread. What counts is the length of the file
+and who owns what, each changed in one step; the holes follow from them. While they are being changed
+they are out of their place, and where an interrupt has left it empty they are found anew. Extents
+belong to an owner who can give back what it has, whether or not it got to know of it.
 """
 
-import copy
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 GRANULE_BYTES = 4096
@@ -23,21 +24,24 @@ def round_up(nbytes: int, granule_bytes: int = GRANULE_BYTES) -> int:
 
 
 @dataclass(slots=True)
-class _Map:
-    """Free holes by size and by both ends, and (start, length) of the extents of each owner."""
+class _Holes:
+    """Free extents by size and by both ends."""
 
-    size_bytes: int = 0
-    taken_bytes: int = 0
+    nbytes: int = 0
     by_size: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(length, start), sorted."""
     length_at: dict[int, int] = field(default_factory=dict[int, int])
     start_before: dict[int, int] = field(default_factory=dict[int, int])
-    owned: dict[int, tuple[tuple[int, int], ...]] = field(
-        default_factory=dict[int, tuple[tuple[int, int], ...]]
-    )
 
-    def copied(self) -> "_Map":
-        """One that can be changed without this."""
-        return _Map(*(copy.copy(getattr(self, name)) for name in self.__slots__))
+    @classmethod
+    def between(cls, extents: Iterable[tuple[int, int]], size_bytes: int) -> "_Holes":
+        """Those of a file of `size_bytes` in which these (start, length) are taken."""
+        holes, free_from = cls(), 0
+        for start, length in (*sorted(extents), (size_bytes, 0)):
+            if start > free_from:
+                holes.remember(free_from, start - free_from)
+            free_from = start + length
+        return holes
 
     def join(self, start: int, nbytes: int) -> None:
         """Makes [start, start + nbytes) free."""
@@ -53,12 +57,14 @@ class _Map:
     def remember(self, start: int, length: int) -> None:
         """Adds a hole."""
         insort(self.by_size, (length, start))
+        self.nbytes += length
         self.length_at[start] = length
         self.start_before[start + length] = start
 
     def forget(self, start: int, length: int) -> None:
         """Removes a hole."""
         del self.by_size[bisect_left(self.by_size, (length, start))]
+        self.nbytes -= length
         del self.length_at[start]
         del self.start_before[start + length]
 
@@ -68,60 +74,69 @@ class ExtentAllocator:
 
     def __init__(self, granule_bytes: int = GRANULE_BYTES) -> None:
         self.granule_bytes = granule_bytes
-        self._map = _Map()
-
-    @property
-    def size_bytes(self) -> int:
+        self.size_bytes = 0
         """Length of the file."""
-        return self._map.size_bytes
+        self._owned: dict[int, tuple[tuple[int, int], ...]] = {}
+        """(start, length) of the extents of each owner."""
+        self._holes: _Holes | None = _Holes()
+        """None while they are being changed, and after a change that was interrupted."""
 
     @property
     def taken_bytes(self) -> int:
         """Bytes in extents."""
-        return self._map.taken_bytes
+        return self.size_bytes - self.free_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the file that no extent has taken."""
-        return self.size_bytes - self.taken_bytes
+        return self._found().nbytes
 
     def missing_bytes(self, nbytes: int) -> int:
         """How much the file has to grow so that `take(nbytes)` succeeds, 0 if it fits now."""
         nbytes = round_up(nbytes, self.granule_bytes)
-        by_size = self._map.by_size
-        if by_size and by_size[-1][0] >= nbytes:
+        holes = self._found()
+        if holes.by_size and holes.by_size[-1][0] >= nbytes:
             return 0
-        tail = self._map.start_before.get(self.size_bytes, self.size_bytes)
+        tail = holes.start_before.get(self.size_bytes, self.size_bytes)
         return nbytes - (self.size_bytes - tail)
 
     def extend(self, nbytes: int) -> None:
         """Adds `nbytes` (whole granules) to the end of the file as free space."""
-        new = self._map.copied()
-        new.size_bytes += nbytes
-        new.join(self.size_bytes, nbytes)
-        self._map = new
+        holes, end = self._taken_out(), self.size_bytes
+        self.size_bytes = end + nbytes
+        holes.join(end, nbytes)
+        self._holes = holes
 
     def take(self, nbytes: int, owner: int) -> int:
         """Offset of an extent of `nbytes`, the smallest hole that fits, the lowest of equals."""
         nbytes = round_up(nbytes, self.granule_bytes)
-        new = self._map.copied()
-        at = bisect_left(new.by_size, (nbytes, 0))
-        assert at < len(new.by_size), f"no hole of {nbytes} bytes: grow the file first"
-        length, start = new.by_size[at]
-        new.forget(start, length)
+        holes = self._taken_out()
+        at = bisect_left(holes.by_size, (nbytes, 0))
+        assert at < len(holes.by_size), f"no hole of {nbytes} bytes: grow the file first"
+        length, start = holes.by_size[at]
+        self._owned[owner] = (*self._owned.get(owner, ()), (start, nbytes))
+        holes.forget(start, length)
         if length > nbytes:
-            new.remember(start + nbytes, length - nbytes)
-        new.taken_bytes += nbytes
-        new.owned[owner] = (*new.owned.get(owner, ()), (start, nbytes))
-        self._map = new
+            holes.remember(start + nbytes, length - nbytes)
+        self._holes = holes
         return start
 
     def give_back(self, owner: int) -> None:
         """Frees all extents of `owner`, who may have none."""
-        if owner not in self._map.owned:
+        if owner not in self._owned:
             return
-        new = self._map.copied()
-        for start, nbytes in new.owned.pop(owner):
-            new.taken_bytes -= nbytes
-            new.join(start, nbytes)
-        self._map = new
+        holes = self._taken_out()
+        for start, nbytes in self._owned.pop(owner):
+            holes.join(start, nbytes)
+        self._holes = holes
+
+    def _found(self) -> _Holes:
+        if self._holes is None:
+            taken = (extent for extents in self._owned.values() for extent in extents)
+            self._holes = _Holes.between(taken, self.size_bytes)
+        return self._holes
+
+    def _taken_out(self) -> _Holes:
+        holes = self._found()
+        self._holes = None
+        return holes
