@@ -5,8 +5,10 @@ state and so much of the rest of the unlimited peak), activation checkpointing, 
 tensor on the same disk by PyTorch's hooks. One step each in turn; ratios are medians over rounds.
 
     python -m bench.bench_step_rate [--rounds 7] [--quick] [--no-peers] [--beside teraio]
+                                    [--family llama]
 
 `--beside` asks another question: how fast are the plans of our policy and of another one, really?
+`--family` trains a Llama or a T5 of Hugging Face's library instead of our GPT.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from bench.contender import Contender
+from bench.models.hugging_face import FAMILIES
 from bench.race import race
 from bench.results import write_results
 from teraplan.units import format_nbytes, format_ns
@@ -41,9 +44,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--no-peers", action="store_true", help="without the other methods")
     parser.add_argument("--beside", metavar="POLICY", help="only our policy's plans and this one's")
+    parser.add_argument("--family", choices=("gpt", *FAMILIES), default="gpt")
     wanted = parser.parse_args()
+    is_gpt = wanted.family == "gpt"
     model = QUICK if wanted.quick else MODEL
-    common: dict[str, Any] = {"model": model, "batch_size": wanted.batch_size}
+    common: dict[str, Any] = {
+        "model": model,
+        "family": wanted.family,
+        "batch_size": wanted.batch_size,
+    }
 
     def ours(name: str, budget: object, policy: str = "teraplan") -> Contender:
         return Contender(
@@ -68,16 +77,17 @@ def main() -> None:
             for policy in policies
         ),
     ]
-    if not wanted.no_peers and not wanted.beside:
+    if not wanted.no_peers and not wanted.beside and is_gpt:
         recomputing: dict[str, Any] = common | {"model": model | {"checkpoint": True}}
         contenders.append(Contender(name="checkpointing", **recomputing))
         contenders.append(Contender(name="hooks to disk", disk_hooks=True, **common))
     results = race(contenders, wanted.rounds)
     print(_table(results, state))
+    name = "step_rate" if is_gpt else f"step_rate_{wanted.family}"
     write_results(
-        f"step_rate_beside_{wanted.beside}" if wanted.beside else "step_rate",
+        f"{name}_beside_{wanted.beside}" if wanted.beside else name,
         {
-            "model": model,
+            "model": model if is_gpt else wanted.family,
             "batch_size": wanted.batch_size,
             "rounds": wanted.rounds,
             "warmup_steps": _WARMUP_STEPS,

@@ -18,10 +18,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 import teraplan
 from bench.disk_hooks import saved_on_disk
-from bench.models import gpt
+from bench.models import gpt, hugging_face
 from bench.slow_storage import slow_down_storage
 from teraplan.runtime import process_memory
 
@@ -34,6 +35,9 @@ class Contender:
     backend: str = "inductor"
     options: dict[str, object] | None = None
     model: dict[str, object] = dataclasses.field(default_factory=dict[str, object])
+    """Fields of a GPT's configuration."""
+    family: str = "gpt"
+    """Another one has sizes of its own: see `bench.models.hugging_face`."""
     batch_size: int = 4
     accumulate: int = 1
     """Micro-batches in a step, of `batch_size` sequences each."""
@@ -54,16 +58,14 @@ class Contender:
 def main() -> None:
     """Warm up, then step on demand."""
     contender = Contender(**json.loads(sys.argv[1]))
-    config = gpt.GPTConfig(**contender.model)  # type: ignore[arg-type]
     torch.set_num_threads(contender.threads)
     torch.use_deterministic_algorithms(contender.deterministic)
     before = process_memory.resident_bytes()
-    model = gpt.build(config)
+    model, data = _model_and_data(contender)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if contender.storage_bytes_per_s:
         slow_down_storage(contender.storage_bytes_per_s)
     model.compile(backend=contender.backend, options=contender.options)
-    data = [gpt.batch(config, contender.batch_size, n) for n in range(contender.accumulate)]
 
     def step() -> dict[str, object]:
         start_ns = time.perf_counter_ns()
@@ -91,6 +93,16 @@ def main() -> None:
     for parameter in model.parameters():
         parameters.update(parameter.detach().numpy().tobytes())
     _answer({"status": dataclasses.asdict(teraplan.status()), "parameters": parameters.hexdigest()})
+
+
+def _model_and_data(contender: Contender) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    """What is trained, and a batch for each micro-batch of a step."""
+    family, size, numbers = contender.family, contender.batch_size, range(contender.accumulate)
+    if family != "gpt":
+        data = [hugging_face.batch(family, size, number) for number in numbers]
+        return hugging_face.build(family), data
+    config = gpt.GPTConfig(**contender.model)  # type: ignore[arg-type]
+    return gpt.build(config), [gpt.batch(config, size, number) for number in numbers]
 
 
 def _hooks(contender: Contender) -> AbstractContextManager[object]:

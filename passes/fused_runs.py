@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._functorch.partitioners import get_default_op_list
 
+from teraplan import ops
 from teraplan.passes.aliases import is_view
 
 _MAX_NODES = 64
@@ -23,6 +24,7 @@ _ALSO_FUSED = frozenset(
     (_aten.embedding, _aten.embedding_dense_backward, _aten.constant_pad_nd, _aten.cat)
 )
 """Inductor inlines these, although the partitioner does not count on it."""
+_NO_KERNELS = (operator.getitem, ops.realize)
 
 
 class FusedRuns:
@@ -46,7 +48,7 @@ class FusedRuns:
         """True for arithmetic, reductions and views; False for products, attention and the like."""
         if node.op != "call_function":
             return False
-        if node.target is operator.getitem:
+        if node.target in _NO_KERNELS:
             return True
         return getattr(node.target, "overloadpacket", None) in self._fused
 

@@ -47,6 +47,7 @@ def insert_sites(
     num_outputs: int,
     static_inputs: Sequence[int],
     moves_state: bool = False,
+    fused: bool = False,
 ) -> GraphTable:
     """Insert all ops into both graphs, in place, and return the table that they carry.
 
@@ -57,6 +58,7 @@ def insert_sites(
         static_inputs: positions of the forward's placeholders that live as long as the model
             (parameters, buffers).
         moves_state: parameters move, too: none that could be away is for computing again.
+        fused: Inductor compiles the graphs.
     """
     static = _static(forward, static_inputs)
     fingerprint = _hash(forward, backward, static)
@@ -83,6 +85,8 @@ def insert_sites(
     )
     if candidates:
         tokens = _insert_saves(forward, candidates, recipes, table)
+        if fused:
+            _realize_saved(forward)
         _insert_needs(backward, candidates, tokens, table)
     return table
 
@@ -197,6 +201,18 @@ def _insert_saves(
         tokens[saved.name] = token
     output.args = (tuple(results),)
     return tokens
+
+
+def _realize_saved(graph: fx.Graph) -> None:
+    """Let each saved activation have memory from where it is computed on."""
+    for save in graph.find_nodes(op="call_function", target=ops.save):
+        saved = save.args[0]
+        if saved.op == "placeholder":
+            continue
+        with graph.inserting_after(saved):
+            realized = graph.call_function(ops.realize, (saved,))
+        realized.meta["val"] = saved.meta["val"]
+        save.update_arg(0, realized)
 
 
 def _insert_needs(

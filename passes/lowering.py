@@ -38,6 +38,12 @@ def register_lowerings() -> None:
     """Register a lowering for each migration op. Idempotent."""
     for op in ops.ALL:
         _register(op, _MUTATED.get(op, ()))
+    register_lowering(ops.realize, type_promotion_kind=None)(_realize)
+
+
+def _realize(x: Any) -> Any:
+    x.realize()
+    return x
 
 
 def _register(op: torch._ops.OpOverload, mutated: tuple[int, ...]) -> None:

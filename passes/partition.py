@@ -90,6 +90,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
             num_outputs=num_outputs,
             static_inputs=static,
             moves_state=self.moves_state,
+            fused=self.fused,
         )
         if self.moves_state:
             insert_state_sites(
@@ -116,7 +117,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
         what = "updates" if self.updates else "state"
-        return f"teraplan-{__version__}-partitioner-10-{what if self.moves_state else 'saved'}"
+        return f"teraplan-{__version__}-partitioner-11-{what if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:

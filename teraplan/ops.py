@@ -17,6 +17,10 @@ that they come after every use of `x`, and no kernel writes its result in the pl
 Where `x` can be computed again (see `passes/recipes.py`), the last argument of `save` is what that
 takes beside other saved activations: parameters and small tensors.
 
+Before Inductor's kernels `save` is given `realize(x)`, which is `x` and lets it have memory from
+where it is computed on, as what a graph returns has it. Else each kernel that reads `x` would
+compute it anew, and `save` once more.
+
 Where parameters and gradients move, too, both graphs have these besides:
 
     acquire(p, chain)                           dw    = mm(...)
@@ -50,6 +54,7 @@ LIBRARY.define(
     "ScalarType dtype) -> Tensor",
     tags=_EXACT,
 )
+LIBRARY.define("realize(Tensor(a) x) -> Tensor(a)", tags=_EXACT)
 LIBRARY.define("done(Tensor(a!) x, Tensor token, Tensor(b!) chain, int slot) -> ()", tags=_EXACT)
 LIBRARY.define("enter_state(Tensor anchor) -> Tensor", tags=_EXACT)
 LIBRARY.define("acquire(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
@@ -61,6 +66,7 @@ LIBRARY.define(
 enter = torch.ops.teraplan.enter.default
 enter_backward = torch.ops.teraplan.enter_backward.default
 save = torch.ops.teraplan.save.default
+realize = torch.ops.teraplan.realize.default
 need = torch.ops.teraplan.need.default
 done = torch.ops.teraplan.done.default
 enter_state = torch.ops.teraplan.enter_state.default
@@ -68,7 +74,7 @@ acquire = torch.ops.teraplan.acquire.default
 release = torch.ops.teraplan.release.default
 settle = torch.ops.teraplan.settle.default
 
-ALL = (enter, enter_backward, save, need, done, enter_state, acquire, release, settle)
+ALL = (enter, enter_backward, realize, save, need, done, enter_state, acquire, release, settle)
 
 
 def _fake_enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
@@ -77,6 +83,10 @@ def _fake_enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
 
 def _fake_enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
     return anchor.new_empty(0, dtype=torch.uint8)
+
+
+def _realize(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.alias.default(x)
 
 
 def _fake_save(
@@ -119,6 +129,7 @@ def _fake_settle(
 for _name, _fake in (
     ("enter", _fake_enter),
     ("enter_backward", _fake_enter_backward),
+    ("realize", _realize),
     ("save", _fake_save),
     ("need", _fake_need),
     ("done", _fake_done),
@@ -128,3 +139,4 @@ for _name, _fake in (
     ("settle", _fake_settle),
 ):
     torch.library.register_fake(f"teraplan::{_name}", _fake, lib=LIBRARY)
+LIBRARY.impl("realize", _realize, "CompositeExplicitAutograd")

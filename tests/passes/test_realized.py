@@ -1,0 +1,65 @@
+"""A saved activation is computed once, as it is where the graph returns it: by plain Inductor."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.nn.functional import scaled_dot_product_attention
+
+from teraplan import ops
+from teraplan.units import GIB
+from tests.passes.instrumented import instrumented
+
+HEADS, GROUPS, LENGTH, WIDTH = 4, 2, 128, 32
+
+
+def _grouped_attention(x: Tensor, table: Tensor, wq: Tensor, wv: Tensor) -> Tensor:
+    """Each head of v serves two of q, and what is looked up is read by two kernels."""
+    y = torch.nn.functional.embedding(x, table)
+    q = (y.tanh() @ wq).view(1, LENGTH, HEADS, WIDTH).transpose(1, 2)
+    v = (y @ wv).view(1, LENGTH, HEADS // GROUPS, WIDTH).transpose(1, 2)
+    v = v[:, :, None].expand(1, HEADS // GROUPS, GROUPS, LENGTH, WIDTH)
+    v = v.reshape(1, HEADS, LENGTH, WIDTH)
+    z = scaled_dot_product_attention(q, v, v)
+    return (z.transpose(1, 2).reshape(1, LENGTH, HEADS * WIDTH) + y.sin()).square().sum()
+
+
+def _inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    width = HEADS * WIDTH
+    shapes = ((64, width), (width, width), (width, width // GROUPS))
+    weights = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    return [torch.randint(0, 64, (1, LENGTH)), *weights]
+
+
+@pytest.mark.slow
+def test_no_more_kernels_than_without_ops() -> None:
+    plain, ours = _num_kernels("inductor"), _num_kernels("teraplan", device_budget=100 * GIB)
+    assert plain > 3
+    assert ours <= plain
+
+
+def _num_kernels(backend: str, **options: object) -> int:
+    """Calls of fused kernels in the generated code of forward and backward."""
+    torch._dynamo.reset()
+    compiled = torch.compile(_grouped_attention, backend=backend, options=options or None)
+    with (
+        functorch_config.patch(enable_autograd_cache=False),
+        inductor_config.patch(fx_graph_cache=False),
+    ):
+        _, sources = run_fw_bw_and_get_code(lambda: compiled(*_inputs()))
+    assert len(sources) == 2
+    return sum(len(re.findall(r"^ +cpp_fused\w*\(", source, re.MULTILINE)) for source in sources)
+
+
+def test_only_what_inductor_compiles_is_realized() -> None:
+    """PyTorch's own kernels put every result in memory."""
+    forward, _, table = instrumented(_grouped_attention, *_inputs())
+    saves = forward.find_nodes(op="call_function", target=ops.save)
+    realized = forward.find_nodes(op="call_function", target=ops.realize)
+    assert len(saves) == len(table.slots) > 0
+    assert not realized
