@@ -62,16 +62,15 @@ def _llama() -> Any:  # noqa: ANN401  the library's classes have no types
 def _t5() -> Any:  # noqa: ANN401
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=_VOCABULARY,
-            d_model=512,
-            d_kv=64,
-            d_ff=1536,
-            num_layers=4,
-            num_decoder_layers=4,
-            num_heads=8,
-            use_cache=False,
-            decoder_start_token_id=0,
-        )
+    config = T5Config(
+        vocab_size=_VOCABULARY,
+        d_model=512,
+        d_kv=64,
+        d_ff=1536,
+        num_layers=4,
+        num_decoder_layers=4,
+        num_heads=8,
+        use_cache=False,
     )
+    config.decoder_start_token_id = 0
+    return T5ForConditionalGeneration(config)

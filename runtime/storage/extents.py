@@ -5,9 +5,9 @@ same extents in every step, so that it overwrites blocks that the disk has alrea
 as fast as first writes on ext4) and never grows the file again.
 
 A signal's handler may raise at any point of the main thread. What counts is the length of the file
-and who owns what, each changed in one step; the holes follow from them. While they are being changed
-they are out of their place, and where an interrupt has left it empty they are found anew. Extents
-belong to an owner who can give back what it has, whether or not it got to know of it.
+and who owns what, each changed in one step; the holes follow from them. While they are changed they
+are out of their place, and where an interrupt has left it empty they are found anew. Extents belong
+to an owner who can give back what it has, whether or not it got to know of it.
 """
 
 from bisect import bisect_left, insort

@@ -43,10 +43,10 @@ def test_no_more_kernels_than_without_ops() -> None:
     assert ours <= plain
 
 
-def _num_kernels(backend: str, **options: object) -> int:
+def _num_kernels(backend: str, **options: int) -> int:
     """Calls of fused kernels in the generated code of forward and backward."""
     torch._dynamo.reset()
-    compiled = torch.compile(_grouped_attention, backend=backend, options=options or None)
+    compiled = torch.compile(_grouped_attention, backend=backend, options={**options} or None)
     with (
         functorch_config.patch(enable_autograd_cache=False),
         inductor_config.patch(fx_graph_cache=False),
