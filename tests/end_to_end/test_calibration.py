@@ -177,7 +177,7 @@ def test_links_that_are_slower_than_measured(monkeypatch: pytest.MonkeyPatch) ->
     plan_with_slow_storage(monkeypatch, 20 * SLOW_BYTES_PER_S)
     monkeypatch.setattr(Storage, "open", opening_limited(SLOW_BYTES_PER_S))
 
-    steps = training(MLP, MLP().batch, steps=12)
+    steps = training(MLP, MLP().batch, steps=24)
 
     def program(this: Run) -> None:
         steps(this)
