@@ -293,17 +293,19 @@ def _check_memory(plan: Plan, kept: Plan, view: DeviceView) -> Iterator[Violatio
     ]
     host, storage = (_occupied(plan, view, tier) for tier in (Tier.HOST, Tier.STORAGE))
     limits = (
-        (ViolationKind.DEVICE_BUDGET, device, budgets.device_bytes, hardware.device_capacity_bytes),
-        (ViolationKind.HOST_BUDGET, host, budgets.host_bytes, hardware.host_capacity_bytes),
+        (
+            ViolationKind.DEVICE_BUDGET,
+            device,
+            min(budgets.device_bytes, hardware.device_capacity_bytes),
+        ),
+        (ViolationKind.HOST_BUDGET, host, max(0, hardware.host_room_bytes(budgets.host_bytes))),
         (
             ViolationKind.STORAGE_BUDGET,
             storage,
-            budgets.storage_bytes,
-            hardware.storage_capacity_bytes,
+            min(budgets.storage_bytes, hardware.storage_capacity_bytes),
         ),
     )
-    for kind, curve, budget, capacity in limits:
-        limit = min(budget, capacity)
+    for kind, curve, limit in limits:
         site = max(range(len(curve)), key=curve.__getitem__, default=0)
         if curve and curve[site] > limit:
             message = (

@@ -62,6 +62,13 @@ class Hardware:
     disturb each other. Its latency counts nothing."""
     host_cores: HostCores | None = None
     """None: updates run on the device alone."""
+    staging_bytes: int = 0
+    """Of the host budget, what bytes on their way between device and storage pass through; 0: they
+    go straight (GPUDirect Storage), or that memory is not counted in the host budget."""
+
+    def host_room_bytes(self, budget_bytes: int) -> int:
+        """What tensors may take of a host budget; negative if it does not hold the staging."""
+        return min(budget_bytes, self.host_capacity_bytes) - self.staging_bytes
 
     def with_links(self, factor: float) -> "Hardware":
         """The machine with links to host memory and storage of so many times their speed."""

@@ -29,8 +29,9 @@ SCHEMA = "teraplan.plan"
 # 3 (2026-11): `host_updates`, `hardware.host_cores`, `recomputed`, version 3 of traces; before, all
 #   updates were on the device, and nothing was computed again.
 # 4 (2026-11): `host_bytes` of migrations; before, each tensor went to one tier as a whole.
-SCHEMA_VERSION = 4
-READABLE_VERSIONS = (1, 2, 3, 4)
+# 5 (2026-11): `hardware.staging_bytes`; before, none was counted.
+SCHEMA_VERSION = 5
+READABLE_VERSIONS = (1, 2, 3, 4, 5)
 
 PLAN_FIELDS = (
     "policy",
@@ -64,6 +65,7 @@ _HARDWARE_FIELDS = (
     "storage_link",
     "device_port",
     "host_cores",
+    "staging_bytes",
 )
 _UPDATE_SITES = ("update", "flush", "gone", "back", "needed")
 _CORES_FIELDS = tuple(field.name for field in fields(HostCores))
@@ -229,6 +231,7 @@ def encode_hardware(hardware: Hardware) -> dict[str, object]:
         "host_cores": None
         if hardware.host_cores is None
         else {name: getattr(hardware.host_cores, name) for name in _CORES_FIELDS},
+        "staging_bytes": hardware.staging_bytes,
     }
 
 
@@ -244,6 +247,7 @@ def decode_hardware(node: Node) -> Hardware:
         storage_link=_decode_link(node.get("storage_link")),
         device_port=_decode_link(node.get("device_port")) if node.has("device_port") else None,
         host_cores=_decode_cores(node.get("host_cores")) if node.has("host_cores") else None,
+        staging_bytes=node.get("staging_bytes").integer() if node.has("staging_bytes") else 0,
     )
 
 

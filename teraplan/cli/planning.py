@@ -34,7 +34,8 @@ def add_machine_argument(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="H",
         help=f"a hardware file (.json), or a machine such as h100-nvl:ssd=4:host=512GiB; "
-        f"devices are {', '.join(DEVICES)}; with :cores=published updates may run on the host, too",
+        f"devices are {', '.join(DEVICES)}; with :cores=published updates may run on the host, "
+        "too; with :staging=512MiB so much host memory is what bytes for storage pass through",
     )
 
 

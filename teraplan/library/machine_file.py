@@ -1,6 +1,6 @@
 """Machine <-> JSON: what `--hardware` reads and `teraplan hardware` writes.
 
-    {"schema": "teraplan.hardware", "schema_version": 2, "hardware": {...},
+    {"schema": "teraplan.hardware", "schema_version": 3, "hardware": {...},
      "flops_per_s": {"bfloat16": 835000000000000, ...}, "memory_bytes_per_s": n,
      "sources": {"device": "NVIDIA H100 datasheet ...", ...}}
 
@@ -17,8 +17,9 @@ from teraplan.plan_file import decode_hardware, encode_hardware
 SCHEMA = "teraplan.hardware"
 # 1 (2026-11): first version.
 # 2 (2026-11): `hardware.host_cores`.
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+# 3 (2026-11): `hardware.staging_bytes`.
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 
 
 def write_machine(machine: Machine, path: Path) -> None:

@@ -179,7 +179,9 @@ def machine_named(spec: str) -> Machine:
     """The machine that `spec` names: a device, then options.
 
     `ssd=N` (0 to 12, default 4); `host=SIZE`; `cores=SIZE`, the bytes that the host's cores update
-    in a second, or `cores=published`. Without the last, updates run on the device alone.
+    in a second, or `cores=published`; `staging=SIZE`, the host memory that bytes for storage pass
+    through. Without `cores` updates run on the device alone, without `staging` storage is reached
+    straight from the device (GPUDirect Storage).
 
     Raises:
         ConfigError: if it names none.
@@ -193,7 +195,7 @@ def machine_named(spec: str) -> Machine:
             "A file of hardware is named by its path, with .json at the end"
         )
     num_ssds, host_bytes = 4, 480 * GB if name == "gh200" else 512 * GB
-    cores: HostCores | None = None
+    staging_bytes, cores = 0, None
     for option in options:
         key, _, value = option.partition("=")
         if key == "ssd" and value.isascii() and value.isdigit() and int(value) <= MAX_SSDS:
@@ -202,12 +204,14 @@ def machine_named(spec: str) -> Machine:
             host_bytes = _size(spec, value)
         elif key == "cores":
             cores = _cores(spec, _HOSTS[device.bus], value)
+        elif key == "staging":
+            staging_bytes = _size(spec, value)
         else:
             raise ConfigError(
                 f'machine "{spec}": "{option}" is not understood; write ssd=N with N from 0 to '
-                f"{MAX_SSDS}, host=SIZE such as host=512GiB, or cores=published"
+                f"{MAX_SSDS}, host=SIZE such as host=512GiB, cores=published, or staging=512MiB"
             )
-    return _machine(device, num_ssds, host_bytes, cores)
+    return _machine(device, num_ssds, host_bytes, cores, staging_bytes if num_ssds else 0)
 
 
 def _cores(spec: str, host: _Host, value: str) -> HostCores:
@@ -233,7 +237,11 @@ def _size(spec: str, value: str) -> int:
 
 
 def _machine(
-    device: _Device, num_ssds: int, host_bytes: int, cores: HostCores | None = None
+    device: _Device,
+    num_ssds: int,
+    host_bytes: int,
+    cores: HostCores | None = None,
+    staging_bytes: int = 0,
 ) -> Machine:
     bus, ssds = _BUSES[device.bus], None
     if num_ssds:
@@ -254,6 +262,7 @@ def _machine(
             storage_link=ssds,
             device_port=bus.link,
             host_cores=cores if host_bytes else None,
+            staging_bytes=staging_bytes,
         ),
         processor=device.processor,
         sources=MappingProxyType(

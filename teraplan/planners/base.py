@@ -75,8 +75,9 @@ class Problem:
             )
             if link is not None
         }
+        host_bytes = max(0, hardware.host_room_bytes(budgets.host_bytes))
         room = {
-            Tier.HOST: min(budgets.host_bytes, hardware.host_capacity_bytes, _MOST_BYTES),
+            Tier.HOST: min(host_bytes, _MOST_BYTES),
             Tier.STORAGE: min(budgets.storage_bytes, hardware.storage_capacity_bytes, _MOST_BYTES),
         }
         by_speed = sorted(links, key=lambda tier: -links[tier].back_bytes_per_s)

@@ -241,9 +241,9 @@ def _planned(
 def left_for_device(problem: Problem, host_updates: Sequence[HostUpdate]) -> Problem | None:
     """What is left to plan with these updates on the host, None if they have no room there."""
     placed = PlacedStep.of(problem.trace, host_updates)
-    budgets = problem.budgets
-    room = min(budgets.host_bytes, problem.hardware.host_capacity_bytes) - placed.host_bytes
-    if room < 0:
+    budgets, hardware = problem.budgets, problem.hardware
+    room = min(budgets.host_bytes, hardware.host_capacity_bytes) - placed.host_bytes
+    if placed.host_bytes and hardware.host_room_bytes(room) < 0:
         return None
     sites = tuple(
         site if nbytes == 0 else replace(site, workspace_bytes=site.workspace_bytes + nbytes)
@@ -251,7 +251,7 @@ def left_for_device(problem: Problem, host_updates: Sequence[HostUpdate]) -> Pro
     )
     trace = replace(placed.trace, sites=sites)
     return replace(
-        Problem.of(trace, problem.hardware, replace(budgets, host_bytes=room)),
+        Problem.of(trace, hardware, replace(budgets, host_bytes=room)),
         limit_bytes=problem.limit_bytes,
         only_tier=problem.only_tier,
         splits=problem.splits,

@@ -59,11 +59,16 @@ def _head(plan: Plan) -> list[str]:
     return [*lines, "", caption, *memory_chart(plan)]
 
 
+def _staging_row(staging_bytes: int) -> list[tuple[str, str, str, str]]:
+    return [("of it for staging", "", format_nbytes(staging_bytes), "")] if staging_bytes else []
+
+
 def _tier_table(plan: Plan) -> list[str]:
     budgets, prediction, hardware = plan.budgets, plan.prediction, plan.hardware
     rows = [
         ("", "device", "host", "storage"),
         ("budget", *_sizes(budgets.device_bytes, budgets.host_bytes, budgets.storage_bytes)),
+        *_staging_row(hardware.staging_bytes),
         (
             "peak with the plan",
             *_sizes(

@@ -114,6 +114,17 @@ def test_cores_of_hosts_are_named_or_given(tmp_path: Path) -> None:
     assert read_machine(tmp_path / "machine.json") == published
 
 
+def test_staging_is_given(tmp_path: Path) -> None:
+    machine = machine_named("rtx-4090:host=4GB:staging=500MB")
+    assert machine.hardware.staging_bytes == 500 * 10**6
+    assert machine.hardware.host_room_bytes(3 * GB) == 2500 * 10**6
+    assert machine.hardware.host_room_bytes(5 * GB) == 3500 * 10**6
+    assert machine_named("rtx-4090").hardware.staging_bytes == 0
+    assert machine_named("rtx-4090:ssd=0:staging=500MB").hardware.staging_bytes == 0
+    write_machine(machine, tmp_path / "machine.json")
+    assert read_machine(tmp_path / "machine.json") == machine
+
+
 def test_reads_version_1_of_hardware_files() -> None:
     old = read_machine(Path(__file__).parents[1] / "compat" / "hardware_v1.json")
     assert old == machine_named("rtx-4090:ssd=2")

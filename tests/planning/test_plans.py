@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -20,6 +21,7 @@ from teraplan.planners.polish import polish
 from teraplan.planners.small_step import SmallStep
 from teraplan.planners.victims import first_saved
 from teraplan.step_trace import StepTrace
+from teraplan.violations import ViolationKind
 from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.traces import machines, traces
@@ -190,6 +192,23 @@ def test_uses_both_tiers_where_neither_is_enough() -> None:
     plan = make_plan(trace, machine(host=25.0), both)
     assert {m.tier for m in plan.migrations} == {Tier.HOST, Tier.STORAGE}
     assert plan.prediction.host_peak_bytes <= need // 2
+
+
+@pytest.mark.parametrize("part_for_staging", [0.5, 1.5])
+def test_staging_is_taken_off_the_host_budget(part_for_staging: float) -> None:
+    trace = gpt_trace(4)
+    limit = between(trace, 0.3)
+    host_bytes = (peak(device_curve(trace)) - limit) // 2
+    staging = int(host_bytes * part_for_staging)
+    hardware = replace(machine(host=25.0), staging_bytes=staging)
+    plan = make_plan(trace, hardware, budgets(limit, host_bytes=host_bytes))
+    assert check_plan(plan) == ()
+    assert plan.prediction.host_peak_bytes <= max(0, host_bytes - staging)
+    before = make_plan(trace, machine(host=25.0), budgets(limit, host_bytes=host_bytes))
+    assert before.prediction.host_peak_bytes > max(0, host_bytes - staging)
+    assert {v.kind for v in check_plan(replace(before, hardware=hardware))} == {
+        ViolationKind.HOST_BUDGET
+    }
 
 
 def test_unknown_policy_names_the_nearest() -> None:

@@ -64,6 +64,12 @@ def test_screen_in_ascii(plan: Plan) -> None:
     assert "?" not in text
 
 
+def test_screen_says_what_of_the_host_budget_is_for_staging(plan: Plan) -> None:
+    staged = replace(plan, hardware=replace(plan.hardware, staging_bytes=256 << 20))
+    (line,) = set(plan_screen(staged).splitlines()) - set(plan_screen(plan).splitlines())
+    assert line.split() == ["of", "it", "for", "staging", "256.00", "MiB"]
+
+
 def test_details(plan: Plan) -> None:
     text = plan_details(plan)
     assert_golden("show_all.txt", text)
