@@ -323,8 +323,9 @@ def test_the_planner_uses_the_host_where_state_does_not_fit() -> None:
 def test_updates_stay_on_the_device_where_the_host_has_no_room_or_a_rule_says_so() -> None:
     trace, hardware, limit = under_pressure()
     assert not make_plan(trace, hardware, budgets(limit, host_bytes=1000)).host_updates
-    staging = replace(hardware, staging_bytes=hardware.host_capacity_bytes)
-    assert not make_plan(trace, staging, budgets(limit)).host_updates
+    for room in (0, 1000, planned().prediction.host_peak_bytes // 2):
+        staging = replace(hardware, staging_bytes=hardware.host_capacity_bytes - room)
+        assert not make_plan(trace, staging, budgets(limit)).host_updates
     rules = {"*.exp_avg": Tier.STORAGE}
     assert not make_plan(trace, hardware, budgets(limit), rules=rules).host_updates
     rules = {"layers.4.weight.exp_avg": Tier.STORAGE}
