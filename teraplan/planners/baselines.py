@@ -7,15 +7,18 @@ that name (arXiv 2104.07857): parameters, gradients and optimizer state always g
 and are fetched a little ahead; activations go where that is not enough.
 """
 
+from functools import partial
+
 import numpy as np
 
+from teraplan.errors import InfeasibleBudgetError
 from teraplan.lifetimes import Ints
 from teraplan.memory_curve import sum_columns
 from teraplan.plan import Migration
-from teraplan.planners.base import Problem, no_placement
+from teraplan.planners.base import Planner, Problem, no_placement
 from teraplan.planners.placement import JUST_IN_TIME, Moves, place, with_reasons
 from teraplan.planners.tiers import Spread, assign
-from teraplan.planners.victims import Order, choose, first_saved
+from teraplan.planners.victims import Order, choose, farthest_use, first_saved
 from teraplan.step_trace import TensorKind
 
 
@@ -82,3 +85,18 @@ def statically(problem: Problem) -> tuple[Migration, ...]:
     if moves is None:
         raise no_placement(problem)
     return place(problem, moves, periods.site_ns.astype(float), JUST_IN_TIME)
+
+
+SIMPLE: tuple[Planner, ...] = (
+    partial(on_demand, order=first_saved),
+    partial(on_demand, order=farthest_use),
+    statically,
+)
+
+
+def plan_or_none(planner: Planner, problem: Problem) -> tuple[Migration, ...] | None:
+    """None if it finds no room in the other tiers, where others may have."""
+    try:
+        return planner(problem)
+    except InfeasibleBudgetError:
+        return None

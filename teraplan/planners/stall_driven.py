@@ -9,7 +9,10 @@ Only what is over the budget is moved. The simulation of the best attempt says w
 waits: there, later attempts ask for more free memory, so that copies in can start earlier, take
 transfers there as dearer, and place them by the times of sites as they are with the waits. The
 search ends when an attempt meets the lower bound (`bound`) or its number of attempts, which depends
-on the size of the step alone, is used up. So the same input always gives the same plan.
+on the size of the step alone, is used up. In steps of up to 500 idle periods all orders and all
+published policies are compared in any case: of plans that are equally fast the one that carries the
+fewest bytes counts, as each costs wear, and time of the processor that nobody simulates. The same
+input always gives the same plan.
 
 To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
@@ -31,12 +34,11 @@ from typing import final
 import numpy as np
 
 from teraplan.bound import step_bound_ns
-from teraplan.errors import InfeasibleBudgetError
 from teraplan.lifetimes import Floats
 from teraplan.memory_curve import Curve, peak
 from teraplan.plan import Migration
 from teraplan.planners.base import Planner, Problem, no_placement
-from teraplan.planners.baselines import on_demand, statically
+from teraplan.planners.baselines import SIMPLE, plan_or_none
 from teraplan.planners.coarse import coarsen
 from teraplan.planners.covers import plan_small_step
 from teraplan.planners.placement import (
@@ -59,7 +61,6 @@ from teraplan.planners.victims import (
     Priced,
     choose,
     farthest_use,
-    first_saved,
     largest,
     longest_idle,
 )
@@ -69,11 +70,6 @@ from teraplan.simulator import Simulator, Timing
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
 _GOOD_ORDERS = (longest_idle, largest, farthest_use)
-_SIMPLE: tuple[Planner, ...] = (
-    partial(on_demand, order=first_saved),
-    partial(on_demand, order=farthest_use),
-    statically,
-)
 _PUBLISHED: tuple[Planner, ...] = (
     partial(plan_as_teraio, score=paper_ratio),
     partial(plan_as_teraio, score=prose),
@@ -117,7 +113,7 @@ class _Attempt:
     """A simulated plan and how it was made."""
 
     cost: tuple[int, int]
-    """Time of the step in ns, then bytes moved: less is better."""
+    """Time of the step in ns, then bytes written and read: less is better."""
     migrations: tuple[Migration, ...]
     timing: Timing
     chosen: _Chosen
@@ -162,21 +158,13 @@ def _or_baseline(problem: Problem, plans: Sequence[tuple[Migration, ...]]) -> tu
         return plans[0]
     simulator = problem.simulator()
     best, best_ns = plans[0], simulator.run(plans[0]).step_ns
-    for other in (*plans[1:], *(_plan_of(planner, problem) for planner in _SIMPLE)):
+    for other in (*plans[1:], *(plan_or_none(planner, problem) for planner in SIMPLE)):
         if other is None:
             continue
         step_ns = simulator.run(other).step_ns
         if step_ns < best_ns:
             best, best_ns = other, step_ns
     return best
-
-
-def _plan_of(planner: Planner, problem: Problem) -> tuple[Migration, ...] | None:
-    """None if it finds no room in the other tiers, where ours may have."""
-    try:
-        return planner(problem)
-    except InfeasibleBudgetError:
-        return None
 
 
 def _num_slots(problem: Problem) -> int:
@@ -218,7 +206,8 @@ def _solve(problem: Problem, simulator: Simulator) -> _Solved | None:
 
 def _cost(problem: Problem, timing: Timing, migrations: tuple[Migration, ...]) -> tuple[int, int]:
     tensors = problem.trace.tensors
-    return timing.step_ns, sum(tensors[m.tensor_id].nbytes for m in migrations)
+    carried = sum(tensors[m.tensor_id].nbytes * (1 if m.clean else 2) for m in migrations)
+    return timing.step_ns, carried
 
 
 def _bound(problem: Problem) -> int:
@@ -255,23 +244,28 @@ class _Search:
         self._seen: set[tuple[object, ...]] = set()
         two_tiers = len(problem.links) > 1
         self._spreads = _SPREADS if two_tiers else (Spread.SLOW_FIRST,)
+        self._is_short = self._compares = len(problem.lifetimes) <= _NEAR
+        """Compares: attempts go on at the bound, as one that is as fast may carry less."""
 
     def run(self) -> _Attempt | None:
         """The best attempt; None if nothing fits into the other tiers."""
         pressure = self._problem.pressure()
         ideal = self._problem.lifetimes.site_ns.astype(np.float64)
         orders, spreads = ORDERS, self._spreads
-        if len(self._problem.lifetimes) > _NEAR:
+        if not self._is_short:
             orders, spreads = _GOOD_ORDERS, self._spreads[-1:]
         for order in orders:
             for spread in spreads:
                 self._try(self._choose(pressure, order, spread), EAGER, ideal)
         if self._best is None:
             return None
+        if self._best.cost[0] <= self._bound:
+            self._try_baseline()
+        self._compares = False
         if self._left >= _ENOUGH:
+            order = self._best.chosen.order
             for spread in self._spreads:
-                chosen = self._choose(pressure, self._best.chosen.order, spread)
-                self._try(chosen, EAGER, ideal)
+                self._try(self._choose(pressure, order, spread), EAGER, ideal)
         self._try_baseline()
         for pace in _PACES[1:]:
             self._try(self._best.chosen, pace, ideal)
@@ -286,11 +280,10 @@ class _Search:
 
     def _try_baseline(self) -> None:
         """Plans of the policies to compare with as further attempts, where they take no time."""
-        few = len(self._problem.lifetimes) <= _NEAR
-        for planner in _SIMPLE + _PUBLISHED if few else _SIMPLE:
+        for planner in SIMPLE + _PUBLISHED if self._is_short else SIMPLE:
             if self._done() or self._best is None:
                 return
-            migrations = _plan_of(planner, self._problem)
+            migrations = plan_or_none(planner, self._problem)
             if migrations is None:
                 continue
             timing = self._simulator.run(migrations)
@@ -362,10 +355,11 @@ class _Search:
         return np.concatenate([once, once[1:] + once[-1]])
 
     def _done(self) -> bool:
-        deadline = self._problem.deadline
-        if deadline is not None and self._best is not None and time.monotonic() > deadline:
-            return True
-        return self._left <= 0 or (self._best is not None and self._best.cost[0] <= self._bound)
+        deadline, best = self._problem.deadline, self._best
+        if self._left <= 0 or best is None:
+            return self._left <= 0
+        late = deadline is not None and time.monotonic() > deadline
+        return late or (not self._compares and best.cost[0] <= self._bound)
 
     def _choose(self, pressure: Curve, order: Order, spread: Spread) -> _Chosen:
         """What moves; nothing is looked for if the search is over."""
@@ -385,8 +379,7 @@ class _Search:
             return
         migrations = place(self._problem, moves, arrive, pace)
         timing = self._simulator.run(migrations)
-        nbytes = int(self._problem.lifetimes.nbytes[moves.rows].sum())
-        cost = (timing.step_ns, nbytes)
+        cost = _cost(self._problem, timing, migrations)
         if self._best is None or cost < self._best.cost:
             self._best = _Attempt(
                 cost=cost, migrations=migrations, timing=timing, chosen=chosen, pace=pace
