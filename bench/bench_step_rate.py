@@ -31,7 +31,7 @@ MODEL: dict[str, object] = {
     "vocab_size": 256,
 }
 QUICK: dict[str, object] = MODEL | {"num_layers": 3, "width": 256}
-_WARMUP_STEPS = 10
+_WARMUP_STEPS = 24
 """Graphs, memory, times, and the steps after which plans are made anew: what the process takes
 beside its tensors is held back, and each such plan begins with no memory mapped."""
 

@@ -36,8 +36,8 @@ from teraplan.units import format_nbytes
 
 PERCENTS = (100, 75, 50, 35, 20)
 _ASKED_RATE = 0.90
-_WARMUP_STEPS = 9
-"""Graphs, memory, times, and four planned steps after which the plan is made anew."""
+_WARMUP_STEPS = 24
+"""Graphs, memory, times, and the steps after which plans are made anew."""
 _UNLIMITED_WARMUP_STEPS = 3
 
 

@@ -1,5 +1,7 @@
 """Runs contenders in turns, one step each, so that what the machine does hits all of them alike.
 
+Every other round goes the other way, so that none is always the one behind a certain other.
+
 A contender whose turn it is not is stopped (SIGSTOP): some have threads that spin, some would still
 be writing.
 """
@@ -93,7 +95,7 @@ def _race(
         print(f"  warming up: {contender.name}", flush=True)
         runners.append(Runner(contender))
     for number in range(rounds):
-        for runner in runners:
+        for runner in runners if number % 2 == 0 else reversed(runners):
             runner.step()
         times = "  ".join(f"{r.step_ns[-1] / 1e9:.2f}" for r in runners)
         print(f"  round {number + 1}/{rounds}: {times} s", flush=True)
