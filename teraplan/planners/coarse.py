@@ -65,10 +65,11 @@ class Coarse:
                         self.fine.tensors[tensor_id], cuts, num_sites
                     )
                 start, end = periods[tensor_id][needed]
+                leaves_late = m.leave > _slot_after(cuts, start)
                 result.append(
                     Migration(
                         tensor_id=tensor_id,
-                        leave=start,
+                        leave=site(m.leave) if leaves_late else start,
                         gone=gone,
                         back=back,
                         needed=end,

@@ -3,7 +3,7 @@
     pressure -> victims (5 orders) -> tiers (4 spreads) -> placement (3 paces) -> simulate
         ^                                                       |                    |
         +---- more bytes away before the sites that wait <------+-- real times <-----+
-                                                            the best -> split -> simulate
+                                          the best -> split -> copies out later -> simulate
 
 Only what is over the budget is moved. The simulation of the best attempt says where the computation
 waits: there, later attempts ask for more free memory, so that copies in can start earlier, take
@@ -51,6 +51,7 @@ from teraplan.planners.placement import (
     with_reasons,
 )
 from teraplan.planners.polish import polish
+from teraplan.planners.postpone import postpone_copies_out
 from teraplan.planners.small_step import SmallStep
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.tier_split import split_between_tiers
@@ -66,6 +67,8 @@ from teraplan.planners.victims import (
 )
 from teraplan.run_record import Direction
 from teraplan.simulator import Simulator, Timing
+
+_Plan = tuple[Migration, ...]
 
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
@@ -141,30 +144,29 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
         simulator = coarse.problem.simulator()
         found = _Search(coarse.problem, simulator).run()
         if found is not None:
-            split = split_between_tiers(
-                coarse.problem, simulator, found.migrations, _near_bound(coarse.problem)
-            )
-            plans = [split]
-            if split is not found.migrations and len(problem.lifetimes) <= _PLENTY:
-                plans.append(found.migrations)
-            return with_reasons(problem, _or_baseline(problem, [coarse.expand(p) for p in plans]))
+            plans = _finished(coarse.problem, simulator, found.migrations)
+            best = _of_step_itself(problem, [coarse.expand(p) for p in dict.fromkeys(plans)])
+            return with_reasons(problem, best)
         # whole slots need more of the other tiers than the step does, and these are nearly full
     return with_reasons(problem, _search_all(problem))
 
 
-def _or_baseline(problem: Problem, plans: Sequence[tuple[Migration, ...]]) -> tuple[Migration, ...]:
-    """The first plan; another, or a simple policy's, if that is faster on the step itself."""
+def _finished(problem: Problem, simulator: Simulator, migrations: _Plan) -> tuple[_Plan, ...]:
+    """With what only the best plan is worth, the fastest first, and as it was before each."""
+    near_ns = _near_bound(problem)
+    split = split_between_tiers(problem, simulator, migrations, near_ns)
+    return postpone_copies_out(problem, simulator, split, near_ns), split, migrations
+
+
+def _of_step_itself(problem: Problem, plans: Sequence[_Plan]) -> _Plan:
+    """The first plan of a coarse step; another, or a simple policy's, if that is faster here."""
     if len(problem.lifetimes) > _PLENTY or problem.deadline is not None:
         return plans[0]
     simulator = problem.simulator()
-    best, best_ns = plans[0], simulator.run(plans[0]).step_ns
-    for other in (*plans[1:], *(plan_or_none(planner, problem) for planner in SIMPLE)):
-        if other is None:
-            continue
-        step_ns = simulator.run(other).step_ns
-        if step_ns < best_ns:
-            best, best_ns = other, step_ns
-    return best
+    others = [plan_or_none(planner, problem) for planner in SIMPLE]
+    candidates = [*plans, *(other for other in others if other is not None)]
+    best = min(candidates, key=lambda plan: simulator.run(plan).step_ns)
+    return postpone_copies_out(problem, simulator, best, _near_bound(problem))
 
 
 def _num_slots(problem: Problem) -> int:
@@ -198,7 +200,7 @@ def _solve(problem: Problem, simulator: Simulator) -> _Solved | None:
         found = plan_small_step(problem, simulator, found, _bound(problem))
     if found is None:
         return None
-    found = split_between_tiers(problem, simulator, found, _near_bound(problem))
+    found = _finished(problem, simulator, found)[0]
     if few and problem.may_split():
         found = polish(SmallStep(problem, simulator), found, _bound(problem), split=True)
     return _Solved(cost=_cost(problem, simulator.run(found), found), migrations=found)

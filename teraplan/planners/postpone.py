@@ -1,0 +1,79 @@
+"""Lets copies out begin late, so that copies in have the link for themselves while it is short.
+
+    leave                      gone          leave                      gone
+      |= out =|. . . . . . . . .|     ->       |. . . . . . . . .|= out =|
+             memory is held                           memory is held
+
+A plan holds the memory of a tensor until `gone`, which may be long after its copy out is done. A
+link that is slower with both directions busy is then slowed down for nothing: where an optimizer
+waits for its state, what it has updated can as well be written in the next forward. So each copy
+out begins as late as it can and still be done by `gone`, the last ones first, as all later ones
+have to be done as well. Memory at no site changes. How much time copies will take is known to the
+simulator alone: several factors on it are tried, and the fastest plan counts.
+"""
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from teraplan.plan import Migration
+from teraplan.planners.base import Problem
+from teraplan.simulator import Simulator, Timing
+
+_FACTORS = (1.0, 1.15, 1.3, 1.6, 2.0)
+_ROUNDS = 2
+
+Plan = tuple[Migration, ...]
+
+
+def postpone_copies_out(
+    problem: Problem, simulator: Simulator, migrations: Plan, enough_ns: int
+) -> Plan:
+    """The same migrations, or with later `leave` sites if the step is shorter then.
+
+    Args:
+        problem: the step and the machine.
+        simulator: of both.
+        migrations: a plan that holds.
+        enough_ns: a lower bound on the step, at which nothing is tried.
+    """
+    best, timing = migrations, simulator.run(migrations)
+    for _ in range(_ROUNDS):
+        before = timing
+        for factor in _FACTORS:
+            late = problem.deadline is not None and time.monotonic() > problem.deadline
+            if late or timing.step_ns <= enough_ns:
+                return best
+            found = _postponed(problem, migrations, before, factor)
+            again = simulator.run(found)
+            if again.step_ns < timing.step_ns:
+                best, timing = found, again
+        if timing is before:
+            break
+    return best
+
+
+def _postponed(
+    problem: Problem, migrations: Sequence[Migration], timing: Timing, factor: float
+) -> Plan:
+    """Each copy out as late as it is done in time by the times of `timing`."""
+    once = timing.site_ns.astype(np.float64)
+    arrive: list[float] = np.concatenate([once, once[1:] + once[-1]]).tolist()
+    free_until = dict.fromkeys(problem.links, arrive[-1])
+    found = list(migrations)
+    for i in sorted(range(len(found)), key=lambda i: (-found[i].gone, -found[i].leave)):
+        m = found[i]
+        if m.clean:
+            continue
+        begin = arrive[m.gone]
+        for tier, nbytes in m.parts(problem.trace.tensors[m.tensor_id].nbytes):
+            link = problem.links[tier]
+            duration = link.latency_ns + nbytes * 1e9 / link.out_while_back_bytes_per_s
+            free_until[tier] = min(free_until[tier], arrive[m.gone]) - duration * factor
+            begin = min(begin, free_until[tier])
+        latest = bisect_right(arrive, begin) - 1
+        found[i] = replace(m, leave=min(max(latest, m.leave), m.gone))
+    return tuple(found)
