@@ -71,7 +71,9 @@ def _postponed(
         begin = arrive[m.gone]
         for tier, nbytes in m.parts(problem.trace.tensors[m.tensor_id].nbytes):
             link = problem.links[tier]
-            duration = link.latency_ns + nbytes * 1e9 / link.out_while_back_bytes_per_s
+            # some disks write next to nothing while they read: no copy would ever be in time
+            speed = max(link.out_while_back_bytes_per_s, link.out_bytes_per_s // 2)
+            duration = link.latency_ns + nbytes * 1e9 / speed
             free_until[tier] = min(free_until[tier], arrive[m.gone]) - duration * factor
             begin = min(begin, free_until[tier])
         latest = bisect_right(arrive, begin) - 1
