@@ -39,10 +39,10 @@ def test_a_copy_out_makes_way_for_a_copy_in() -> None:
 
 def test_a_disk_that_writes_nothing_while_it_reads() -> None:
     trace = step(10, (200, ((0, 0), (4, 5)), False), (100, ((0, 1), (8, 9)), False))
-    hardware = one_byte_per_ns()
+    hardware = one_byte_per_ns(both=0.5)
     assert hardware.storage_link is not None
-    slow = replace(hardware.storage_link, back_while_out_bytes_per_s=1)
-    hardware = replace(hardware, storage_link=replace(slow, out_while_back_bytes_per_s=1))
+    disk = replace(hardware.storage_link, out_while_back_bytes_per_s=1)
+    hardware = replace(hardware, storage_link=disk)
     problem = Problem.of(trace, hardware, budgets(1 << 40))
     plan = (move(0, leave=0, gone=2, back=2, needed=4), move(1, leave=1, gone=6, back=7, needed=8))
     later = postpone_copies_out(problem, problem.simulator(), plan, 0)
