@@ -6,7 +6,7 @@ can hold what has to be elsewhere. The registry adds the prediction and lets not
 independent checker refuses.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,6 +109,17 @@ class Problem:
         smallest = min(self.lifetimes.nbytes.tolist(), default=0)
         splits = self.may_split()
         return sum(size for size in self.tier_bytes.values() if splits or size >= smallest)
+
+    def links_ns(self, migrations: Sequence[Migration]) -> int:
+        """How long links are busy with these, each copy alone on its link."""
+        busy_ns = 0
+        for m in migrations:
+            for tier, nbytes in m.parts(self.trace.tensors[m.tensor_id].nbytes):
+                link = self.links[tier]
+                speeds = [link.back_bytes_per_s]
+                speeds += [] if m.clean else [link.out_bytes_per_s]
+                busy_ns += sum(link.latency_ns + nbytes * 10**9 // speed for speed in speeds)
+        return busy_ns
 
     def tiers_of(self, tensor_id: int) -> tuple[Tier, ...]:
         """The other tiers that a tensor may move to as a whole."""

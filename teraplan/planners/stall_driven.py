@@ -10,9 +10,9 @@ waits: there, later attempts ask for more free memory, so that copies in can sta
 transfers there as dearer, and place them by the times of sites as they are with the waits. The
 search ends when an attempt meets the lower bound (`bound`) or its number of attempts, which depends
 on the size of the step alone, is used up. In steps of up to 500 idle periods all orders and all
-published policies are compared in any case: of plans that are equally fast the one that carries the
-fewest bytes counts, as each costs wear, and time of the processor that nobody simulates. The same
-input always gives the same plan.
+published policies are compared in any case: of plans that are equally fast the one counts with which
+links are busy for the shortest time, as copies cost wear, and time of the processor that nobody
+simulates: each byte of them, and each copy. The same input always gives the same plan.
 
 To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
@@ -116,7 +116,7 @@ class _Attempt:
     """A simulated plan and how it was made."""
 
     cost: tuple[int, int]
-    """Time of the step in ns, then bytes written and read: less is better."""
+    """Time of the step in ns, then that of the links: less is better."""
     migrations: tuple[Migration, ...]
     timing: Timing
     chosen: _Chosen
@@ -203,13 +203,8 @@ def _solve(problem: Problem, simulator: Simulator) -> _Solved | None:
     found = _finished(problem, simulator, found)[0]
     if few and problem.may_split():
         found = polish(SmallStep(problem, simulator), found, _bound(problem), split=True)
-    return _Solved(cost=_cost(problem, simulator.run(found), found), migrations=found)
-
-
-def _cost(problem: Problem, timing: Timing, migrations: tuple[Migration, ...]) -> tuple[int, int]:
-    tensors = problem.trace.tensors
-    carried = sum(tensors[m.tensor_id].nbytes * (1 if m.clean else 2) for m in migrations)
-    return timing.step_ns, carried
+    cost = simulator.run(found).step_ns, problem.links_ns(found)
+    return _Solved(cost=cost, migrations=found)
 
 
 def _bound(problem: Problem) -> int:
@@ -247,7 +242,7 @@ class _Search:
         two_tiers = len(problem.links) > 1
         self._spreads = _SPREADS if two_tiers else (Spread.SLOW_FIRST,)
         self._is_short = self._compares = len(problem.lifetimes) <= _NEAR
-        """Compares: attempts go on at the bound, as one that is as fast may carry less."""
+        """Compares: attempts go on at the bound: one that is as fast may need links less."""
 
     def run(self) -> _Attempt | None:
         """The best attempt; None if nothing fits into the other tiers."""
@@ -289,7 +284,7 @@ class _Search:
             if migrations is None:
                 continue
             timing = self._simulator.run(migrations)
-            cost = _cost(self._problem, timing, migrations)
+            cost = timing.step_ns, self._problem.links_ns(migrations)
             if cost < self._best.cost:
                 self._best = replace(self._best, cost=cost, migrations=migrations, timing=timing)
 
@@ -381,7 +376,7 @@ class _Search:
             return
         migrations = place(self._problem, moves, arrive, pace)
         timing = self._simulator.run(migrations)
-        cost = _cost(self._problem, timing, migrations)
+        cost = timing.step_ns, self._problem.links_ns(migrations)
         if self._best is None or cost < self._best.cost:
             self._best = _Attempt(
                 cost=cost, migrations=migrations, timing=timing, chosen=chosen, pace=pace
