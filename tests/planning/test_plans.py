@@ -155,14 +155,27 @@ def test_near_the_bound_and_ahead_of_the_baseline(part: float, speed: float) -> 
 
 
 def links_ns(plan: Plan) -> int:
-    return Problem.of(plan.trace, plan.hardware, plan.budgets).links_ns(plan.migrations)
+    link, tensors = plan.hardware.storage_link, plan.trace.tensors
+    assert link is not None
+    busy_ns = 0
+    for m in plan.migrations:
+        nbytes = tensors[m.tensor_id].nbytes
+        busy_ns += link.latency_ns + nbytes * 10**9 // link.back_bytes_per_s
+        if not m.clean:
+            busy_ns += link.latency_ns + nbytes * 10**9 // link.out_bytes_per_s
+    return busy_ns
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("part", [0.25, 0.5, 0.75, 0.9])
-def test_of_equally_fast_plans_ours_needs_links_least(part: float, micro_batches: int) -> None:
-    trace = gpt_trace(7, micro_batches=micro_batches)
-    hardware, limit = machine(48.0), budgets(between(trace, part))
+@pytest.mark.parametrize("latency_ns", [20_000, 500_000])
+def test_of_equally_fast_plans_ours_needs_links_least(
+    latency_ns: int, part: float, micro_batches: int
+) -> None:
+    trace, hardware = gpt_trace(7, micro_batches=micro_batches), machine(48.0)
+    assert hardware.storage_link is not None
+    link = replace(hardware.storage_link, latency_ns=latency_ns)
+    hardware, limit = replace(hardware, storage_link=link), budgets(between(trace, part))
     ours = make_plan(trace, hardware, limit)
     assert ours.migrations
     for policy in POLICIES:
