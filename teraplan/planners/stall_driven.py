@@ -10,9 +10,9 @@ waits: there, later attempts ask for more free memory, so that copies in can sta
 transfers there as dearer, and place them by the times of sites as they are with the waits. The
 search ends when an attempt meets the lower bound (`bound`) or its number of attempts, which depends
 on the size of the step alone, is used up. In steps of up to 500 idle periods all orders and all
-published policies are compared in any case: of plans that are equally fast the one counts with which
-links are busy for the shortest time, as copies cost wear, and time of the processor that nobody
-simulates: each byte of them, and each copy. The same input always gives the same plan.
+published policies are compared in any case: of plans that are equally fast the one counts with
+which links are busy for the shortest time, as copies cost wear, and time of the processor that
+nobody simulates: each byte of them, and each copy. The same input always gives the same plan.
 
 To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
