@@ -29,7 +29,7 @@ from teraplan.runtime.state.gradient_rehearsal import (
     as_gradient_of,
     is_given_more,
 )
-from teraplan.runtime.state.per_parameter import plain_step
+from teraplan.runtime.state.sliced_update import step_in_slices
 from teraplan.runtime.state.stand_in import Values, equal, stand_in, values_beside_state
 from teraplan.runtime.state.step_hooks import parameters_of
 from teraplan.runtime.state.taken_gradient import TakenGradient
@@ -299,7 +299,7 @@ class GradientUpdates:
                 self._state.using(tensors_of(made, [parameter]), writes=True),
                 torch.autocast(device_type="cpu", enabled=False),
             ):
-                plain_step(made)(made)
+                step_in_slices(made, (), {})
         finally:
             parameter.grad = None
             self._state.end_expecting()

@@ -21,7 +21,8 @@ from teraplan.errors import UnsupportedError
 from teraplan.runtime.state import attachment
 from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.host_state import is_updated_on_host
-from teraplan.runtime.state.per_parameter import plain_step, updates_each_by_itself
+from teraplan.runtime.state.per_parameter import updates_each_by_itself
+from teraplan.runtime.state.sliced_update import Cut, cut_up, step_in_slices
 from teraplan.runtime.state.stand_in import Values, equal, stand_in, take_over, values_beside_state
 from teraplan.runtime.state.step_hooks import (
     called_once,
@@ -57,6 +58,8 @@ class _Step:
     """State of the random numbers at its beginning."""
     using: ExitStack = field(default_factory=ExitStack)
     bucket: Optimizer | None = None
+    cut: Cut | None = None
+    """The same in slices, which is then what the user's own call steps."""
     values: Values | None = None
     """What the first update has left beside `state`."""
 
@@ -167,10 +170,12 @@ class OptimizerSteps:
             self._make_room(TEMPORARIES * max(p.nbytes for p in parameters_of(optimizer)))
             self._run(step, buckets[:-1], args[1:], kwargs)
             step.bucket = self._bring(step, buckets[-1])
+            step.cut = cut_up(step.bucket, args[1:], kwargs)
         except BaseException:
             self._end(optimizer)
             raise
-        return (step.bucket, *args[1:]), kwargs
+        stepped = step.bucket if step.cut is None else step.cut.optimizer
+        return (stepped, *args[1:]), kwargs
 
     def _updated(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -186,6 +191,8 @@ class OptimizerSteps:
         step = self._steps[optimizer]
         assert step.bucket is not None
         try:
+            if step.cut is not None:
+                step.cut.join()
             self._compare(step, step.bucket)
             take_over(step.optimizer, step.bucket)
         finally:
@@ -231,7 +238,7 @@ class OptimizerSteps:
     ) -> None:
         for bucket in buckets:
             made = self._bring(step, bucket)
-            plain_step(made)(made, *args, **kwargs)
+            step_in_slices(made, args, kwargs)
             step.using.close()
             self._adopt(made, parameters_of(made))
             self._state.end_expecting()
