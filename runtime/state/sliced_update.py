@@ -153,7 +153,9 @@ def _put_slices(made: Optimizer, group: dict[str, Any], p: torch.Tensor, state: 
             if name in parts:
                 made.state[piece][name] = parts[name][number]
             else:
-                made.state[piece][name] = value.clone() if isinstance(value, torch.Tensor) else value
+                made.state[piece][name] = (
+                    value.clone() if isinstance(value, torch.Tensor) else value
+                )
 
 
 def _slices(tensor: torch.Tensor, num: int) -> list[torch.Tensor]:
