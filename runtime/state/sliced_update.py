@@ -3,7 +3,7 @@
     theirs  params [p            ]  state {p:  {step, exp_avg                  }}
     cut     params [p0 | p1 | p2 ]  state {p0: {step', part of exp_avg}, p1: ...}
 
-AdamW makes two tensors of a parameter's size and goes twelve times over all of it. In slices all of
+AdamW makes two tensors of a parameter's size and goes some ten times over all of it. In slices all of
 that stays in the cache of the cores, and on the heap, where the next slice finds it again: larger
 tensors are mappings of their own (`malloc`), whose pages are touched, zeroed and given back each
 time. The arithmetic is the optimizer's own.
@@ -30,8 +30,8 @@ Optimizer = torch.optim.Optimizer
 State = dict[str, Any]
 
 SLICE_BYTES = 120 * KIB
-"""Of a slice, for each thread that computes: two threads' slice still comes from the heap. Of 59 M
-parameters on two cores: 250 ms whole, 87 ms so, 136 ms in slices of four fifths."""
+"""Of a slice, for each thread that computes: two threads' slice still comes from the heap, and has
+work for both (torch gives a thread 32,768 elements at least)."""
 _NUM_TRIED = 77
 """Elements of the last slice of a trial, so that it has a length that no vector divides."""
 _ELEMENTWISE = (
