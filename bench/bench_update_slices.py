@@ -38,7 +38,9 @@ def main() -> None:
     options = parser.parse_args()
     malloc = Malloc()
     malloc.map_large()
-    print(f"{'parameters':>12}{'whole':>12}{'in slices':>12}{'ratio':>8}{'page faults of both':>24}")
+    print(
+        f"{'parameters':>12}{'whole':>12}{'in slices':>12}{'ratio':>8}{'page faults of both':>24}"
+    )
     results = [compare(millions, options.rounds) for millions in options.millions]
     write_results("update_slices", {"rounds": options.rounds, "results": results})
 
