@@ -3,10 +3,10 @@
     theirs  params [p            ]  state {p:  {step, exp_avg                  }}
     cut     params [p0 | p1 | p2 ]  state {p0: {step', part of exp_avg}, p1: ...}
 
-AdamW makes two tensors of a parameter's size and goes some ten times over all of it. In slices all of
-that stays in the cache of the cores, and on the heap, where the next slice finds it again: larger
-tensors are mappings of their own (`malloc`), whose pages are touched, zeroed and given back each
-time. The arithmetic is the optimizer's own.
+AdamW makes two tensors of a parameter's size and goes some ten times over all of it. In slices all
+of that stays in the cache of the cores, and on the heap, where the next slice finds it again:
+larger tensors are mappings of their own (`malloc`), whose pages are touched, zeroed and given back
+each time. The arithmetic is the optimizer's own.
 
 Done with optimizers of torch that treat each element by itself, where they go through parameters
 one by one (neither `foreach` nor `fused`); each way of using one is first tried on copies, bit for
