@@ -33,6 +33,7 @@ class StateArena:
 
     def __init__(self, storage: Storage, limit_bytes: int) -> None:
         self.storage = storage
+        """What is away stays readable when it is closed, as long as the tensor lives."""
         self.limit_bytes = limit_bytes
         self.blocks: dict[Block, None] = {}
         """All that there are, in the order in which they were made."""
@@ -255,7 +256,9 @@ class StateArena:
         if block.record is None:
             block.digest = digest(address, nbytes)
             block.epoch = self._epoch
-            block.record = self.storage.put(address, nbytes, owner=block, label=block.label)
+            block.record = self.storage.put(
+                *(address, nbytes), owner=block, label=block.label, is_compared=True
+            )
             block.changed = False
             self.log.written_bytes += nbytes
         block.leaving = True
@@ -393,8 +396,3 @@ class StateArena:
         pages.release(block.address, block.nbytes)
         if block.place is Place.COMING:
             self._give(block.landing, block.nbytes)
-
-    def close(self) -> None:
-        """End all I/O. What is away stays readable at its address as long as its tensor lives."""
-        with self.lock:
-            self.storage.close()

@@ -6,7 +6,6 @@ Until there is a plan for the whole step, the state has a fixed part of the devi
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,7 +19,6 @@ from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.state.update_needs import TEMPORARIES
-from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import format_nbytes
 
 log = logging.getLogger(__name__)
@@ -73,9 +71,7 @@ class StateKeeper:
         """What takes a slower path than it should, one sentence each."""
         if self.state is None:
             return ()
-        stores = self.state.arena.storage.stores
-        texts = [text for store in stores for text in store.fallbacks]
-        return (*texts, *self._slow_paths())
+        return tuple(self._slow_paths())
 
     def _slow_paths(self) -> Iterator[str]:
         """What could move and does not, or slowly."""
@@ -198,7 +194,7 @@ class StateKeeper:
         self.state.set_limit(max(budget_bytes - other_bytes, self._least_bytes))
 
     def close(self) -> None:
-        """End all I/O of the state; its tensors stay readable."""
+        """Nothing of the state moves from now on; its tensors stay readable."""
         if self._steps is not None:
             self._steps.close()
         if self.state is not None:
@@ -240,16 +236,9 @@ class StateKeeper:
 
     def _open(self, left_bytes: int) -> None:
         """Start with a part of what is left of the budget."""
-        directories = [Path(d) for d in self._config.storage] or [default_directory()]
-        storage = Storage.open(
-            directories,
-            checksum=False,  # the arena compares digests of its own
-            deadline_s=self._config.deadline_s,
-            strict=self._config.strict,
-        )
         limit_bytes = int(max(0, left_bytes) * _FIRST_SHARE)
         chunk_bytes = chunk_nbytes(self._device.hardware().storage_link, limit_bytes)
-        self.state = TrainingState(storage, limit_bytes, chunk_bytes=chunk_bytes)
+        self.state = TrainingState(self._device.storage, limit_bytes, chunk_bytes=chunk_bytes)
         self.state.make_room = self._device.make_room
         self._device.keeps_beside(self.state.arena)
         at_gradients = self._config.update == "gradient"

@@ -357,11 +357,10 @@ class TrainingState:
             self.arena.done(block, leaves=leaves)
 
     def close(self) -> None:
-        """End all I/O; what is away stays readable."""
+        """Nothing moves from now on; what is away stays readable, also in a closed storage."""
         self.closed = True
         self._chunks.close()
         self._trimmer.close()
-        self.arena.close()
 
 
 _GRADIENTS: Sort = (TensorKind.GRADIENT, False)

@@ -184,19 +184,23 @@ class Storage:
         *,
         owner: object,
         label: str,
+        is_compared: bool = False,
         after: Callable[[], object] | None = None,
     ) -> Record:
         """Queues the write of memory [address, address + nbytes) and returns at once.
 
         `owner` keeps the memory alive; it is let go when the write has ended, before
-        `record.write.done`. Nobody may change the memory until then. A worker calls `after`
-        (an event's `synchronize`) before it touches the memory, once for each chunk.
+        `record.write.done`. Nobody may change the memory until then. The caller compares what
+        comes back himself if `is_compared`; else checksums do. A worker calls `after` (an event's
+        `synchronize`) before it touches the memory, once for each chunk.
 
         Raises:
             StorageFullError: no directory has room; nothing has been queued.
         """
         self._check_process(label)
-        return self.traffic.put(address, nbytes, owner=owner, label=label, after=after)
+        return self.traffic.put(
+            *(address, nbytes), owner=owner, label=label, is_compared=is_compared, after=after
+        )
 
     def get(
         self,

@@ -282,7 +282,8 @@ class Store:
             return transfer.error
         transfer.start_ns = transfer.start_ns or perf_counter_ns()
         try:
-            move(self.arena, chunk, self.directory, checksum=self._checksum)
+            checksum = self._checksum and not chunk.record.is_compared
+            move(self.arena, chunk, self.directory, checksum=checksum)
         except StorageError as error:
             return error
         except Exception as error:  # noqa: BLE001  `after` and libraries may raise anything

@@ -64,7 +64,16 @@ class Traffic:
 
     # ---- called by the session ------------------------------------------------------------------
 
-    def put(self, address: int, nbytes: int, *, owner: object, label: str, after: After) -> Record:
+    def put(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        owner: object,
+        label: str,
+        is_compared: bool,
+        after: After,
+    ) -> Record:
         """Reserves room, queues the write, and returns at once.
 
         Raises:
@@ -75,6 +84,7 @@ class Traffic:
             nbytes,
             alignment=self.alignment,
             block_bytes=self._block_bytes,
+            is_compared=is_compared,
             give_back=self.drop,
         )
         with self.lock:

@@ -99,6 +99,7 @@ class Record:
         nbytes: how many.
         alignment: a landing address modulo this must equal `address_remainder`.
         write: the transfer that put it there.
+        is_compared: by whoever put it, when it is back: it needs no checksums.
     """
 
     __slots__ = (
@@ -112,6 +113,7 @@ class Record:
         "checksums",
         "dropped",
         "give_back",
+        "is_compared",
         "nbytes",
         "num_chunks",
         "num_under_way",
@@ -127,9 +129,11 @@ class Record:
         *,
         alignment: int,
         block_bytes: int,
+        is_compared: bool,
         give_back: Callable[["Record"], None],
     ) -> None:
         self.nbytes = nbytes
+        self.is_compared = is_compared
         self.give_back = give_back
         self._head_bytes = min(-address % alignment, nbytes)
         self.body_bytes = (nbytes - self._head_bytes) // block_bytes * block_bytes

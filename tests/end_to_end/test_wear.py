@@ -3,6 +3,8 @@
 import pytest
 
 from teraplan.errors import InfeasibleBudgetError
+from tests.end_to_end.moving import adamw, moving, run_moving
+from tests.end_to_end.moving import training as moving_training
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 
 PROGRAM = training(lambda: MLP(rows=8192), MLP(rows=8192).batch, steps=10)
@@ -17,6 +19,15 @@ def test_the_status_shows_what_was_written_and_the_share_of_the_endurance() -> N
     assert limited.statuses[-1].endurance_used == store.written_bytes / 1e9
     assert "per day" in str(limited.statuses[-1])
     assert "endurance used by this run" in str(limited.statuses[-1])
+
+
+def test_what_moving_training_state_writes_counts_too() -> None:
+    last = run_moving(moving_training(adamw), endurance="1GB").statuses[-1]
+    written, (store,) = moving().arena.log.written_bytes, last.stores
+    assert written > 0
+    # Of what was queued last, some may not have been written yet.
+    assert store.written_bytes + moving().arena.total_bytes > written
+    assert last.endurance_used == store.written_bytes / 1e9
 
 
 @pytest.mark.slow

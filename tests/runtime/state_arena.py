@@ -11,7 +11,8 @@ from teraplan.runtime.storage import Storage, default_directory
 
 @contextmanager
 def opened(limit_bytes: int) -> Iterator[StateArena]:
-    with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory:
-        arena = StateArena(Storage.open([Path(directory)], checksum=False), limit_bytes)
-        yield arena
-        arena.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory,
+        Storage.open([Path(directory)]) as storage,
+    ):
+        yield StateArena(storage, limit_bytes)

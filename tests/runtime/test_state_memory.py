@@ -69,7 +69,8 @@ with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory(
     warm.param_groups[0]["params"][0].grad = torch.zeros(1 << 18)
     warm.step()
     before, watch = resident_bytes(), PeakWatch()
-    state = TrainingState(Storage.open([Path(directory)], checksum=False), 96 << 20)
+    storage = Storage.open([Path(directory)])
+    state = TrainingState(storage, 96 << 20)
     steps = OptimizerSteps(state, lambda nbytes: None)
     parameters = []
     for _ in range(24):
@@ -82,6 +83,7 @@ with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory(
     print(watch.nbytes - before)
     steps.close()
     state.close()
+    storage.close()
 """
 
 

@@ -15,7 +15,9 @@ def _add(queue: WorkQueue, label: str, direction: Direction, *, urgent: bool = F
         label=label, nbytes=16 * MIB, direction=direction, store="d", owner=None, after=None
     )
     transfer.urgent = urgent
-    record = Record(0, 16 * MIB, alignment=512, block_bytes=4096, give_back=_nobody)
+    record = Record(
+        *(0, 16 * MIB), alignment=512, block_bytes=4096, is_compared=False, give_back=_nobody
+    )
     record.places = [Place(0, 0), Place(0, CHUNK_BYTES)]
     queue.add(transfer, record.chunks(transfer, 0))
     return transfer
