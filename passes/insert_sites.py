@@ -15,7 +15,7 @@ of one projection); each has its slot, and the runtime, which sees the storage, 
 import hashlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
 from teraplan.passes.aliases import base_of, is_view, uses_of
 from teraplan.passes.anchor import anchor_of
 from teraplan.passes.fused_runs import FusedRuns
+from teraplan.passes.layouts import KEPT_STRIDE, kept_strides
 from teraplan.passes.module_path import module_path
 from teraplan.passes.recipes import FoundRecipe, find_recipes
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
@@ -84,10 +85,11 @@ def insert_sites(
         uncovered=tuple(uncovered),
     )
     if candidates:
-        tokens = _insert_saves(forward, candidates, recipes, table)
+        strides = kept_strides(forward, [c.saved for c in candidates], fused=fused)
+        tokens = _insert_saves(forward, candidates, recipes, table, strides)
         if fused:
             _realize_saved(forward)
-        _insert_needs(backward, candidates, tokens, table)
+        _insert_needs(backward, candidates, tokens, table, strides)
     return table
 
 
@@ -166,6 +168,7 @@ def _insert_saves(
     candidates: Sequence[_Candidate],
     recipes: Mapping[fx.Node, FoundRecipe],
     table: GraphTable,
+    strides: Sequence[tuple[Any, ...]],
 ) -> dict[str, fx.Node]:
     """Insert `enter` and each `save`; returns the token of each saved node by its name."""
     _advance_views([c.saved for c in candidates])
@@ -191,6 +194,7 @@ def _insert_saves(
             token = graph.call_function(
                 ops.save, (saved, chain, slot, beside), name=f"token_{saved.name}"
             )
+        token.meta[KEPT_STRIDE] = strides[slot]
         with saved.meta["val"].fake_mode:
             token.meta["val"] = torch.empty(1, dtype=torch.int64)
         if "saved_tensor_with_no_vc_check" in saved.meta:
@@ -220,6 +224,7 @@ def _insert_needs(
     candidates: Sequence[_Candidate],
     tokens: dict[str, fx.Node],
     table: GraphTable,
+    strides: Sequence[tuple[Any, ...]],
 ) -> None:
     """Replace each placeholder by a token and its `need`; insert `enter_backward` and `done`."""
     _delay_views([c.placeholder for c in candidates])
@@ -238,7 +243,10 @@ def _insert_needs(
         chain = graph.call_function(ops.enter_backward, (anchor, token_inputs[0], table.to_json()))
     chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
     sizes = SizeNodes(graph)
-    values = [candidate.placeholder.meta["val"] for candidate in candidates]
+    values = [
+        _restrided(candidate.placeholder.meta["val"], stride)
+        for candidate, stride in zip(candidates, strides, strict=True)
+    ]
     with graph.inserting_before(chain):  # before all needs: those of equal sizes share the nodes
         shapes = [(sizes.nodes(value.shape), sizes.nodes(value.stride())) for value in values]
     for slot, (candidate, token) in enumerate(zip(candidates, token_inputs, strict=True)):
@@ -251,6 +259,14 @@ def _insert_needs(
         graph.erase_node(placeholder)
         with graph.inserting_after(last):
             graph.call_function(ops.done, (need, token, chain, slot)).meta["val"] = None
+
+
+def _restrided(value: torch.Tensor, stride: tuple[Any, ...]) -> torch.Tensor:
+    if tuple(value.stride()) == stride:
+        return value
+    assert isinstance(value, torch._subclasses.FakeTensor)
+    with value.fake_mode:
+        return value.new_empty_strided(value.shape, stride)
 
 
 def _advance_views(saved: Sequence[fx.Node]) -> None:

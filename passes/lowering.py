@@ -15,10 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._inductor import ir
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 
 from teraplan import ops
+from teraplan.passes.layouts import KEPT_STRIDE
 
 _MUTATED = {
     ops.save: (0, 1),
@@ -46,10 +48,22 @@ def _realize(x: Any) -> Any:
     return x
 
 
+def _kept(x: Any) -> Any:
+    """What is to be saved, in the strides that the backward will ask for.
+
+    The tag of the op does not do: Inductor heeds it only for ops that Dynamo has met.
+    """
+    node = V.graph.current_node
+    x.realize()
+    return ir.ExternKernel.require_exact_strides(x, node.meta[KEPT_STRIDE])
+
+
 def _register(op: torch._ops.OpOverload, mutated: tuple[int, ...]) -> None:
     call: Callable[..., Any] = fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
 
     def lower(*args: Any) -> Any:
+        if op is ops.save:
+            args = (_kept(args[0]), *args[1:])
         for position in mutated:
             args[position].realize()
             V.graph.mark_buffer_mutated(args[position].get_name())

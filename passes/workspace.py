@@ -3,6 +3,8 @@
     forward     x = gelu(..)   mm(x, w)   token = save(x)         x is alive from gelu to save
     backward    x = need(0)    gelu_backward(dy, x)   done(x)     and again from need to done
 
+What autograd gives a backward (`dy`, zeros where an output is not used) is there until it is used.
+
 Between `save` and `need` a saved activation can be elsewhere, so what is alive at once beside those
 that are is about the least that the graphs can run in. Kernels of PyTorch run node by node. Of
 those that Inductor fuses, what a run of nodes reads and leaves behind is there at once, but for
@@ -78,6 +80,7 @@ def with_memory(
             backward, fused=fused, saved={save.args[2]: base_of(save.args[0]) for save in saves}
         ),
         gradients_bytes=_gradients_nbytes(backward, static_inputs),
+        sizes_vary=any(_is_symbolic(node) for node in forward.nodes),
     )
     for graph, op in ((forward, ops.enter), (backward, ops.enter_backward)):
         for node in graph.find_nodes(op="call_function", target=op):
@@ -99,7 +102,7 @@ def memory_of(graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node]) -> 
     made = list(_intermediates(graph, position, runs))
     if fused:
         made = _written_in_place(made)
-    spans = [*made, *_needed(graph, position, saved)]
+    spans = [*made, *_needed(graph, position, saved), *_tangents(graph, position)]
     fixed = [span for span in spans if not span.can_leave]
     return GraphMemory(workspace_bytes=_peak(fixed), least_bytes=_peak(spans))
 
@@ -186,6 +189,14 @@ def _copied_nbytes(node: fx.Node) -> int:
 _CONVOLUTIONS = frozenset((torch.ops.aten.convolution, torch.ops.aten.convolution_backward))
 
 
+def _tangents(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[_Span]:
+    """Gradients of the forward's results."""
+    last_use = _last_uses(graph, position, frozenset())
+    for node in graph.find_nodes(op="placeholder"):
+        if "tangents" in node.name:
+            yield _Span(0, last_use[node], nbytes_of(node))
+
+
 def _needed(
     graph: fx.Graph, position: Mapping[fx.Node, int], saved: Mapping[int, fx.Node]
 ) -> Iterator[_Span]:
@@ -225,6 +236,13 @@ def _peak(spans: list[_Span]) -> int:
         live += change
         peak = max(peak, live)
     return peak
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    """True if the node is a size, or is of a size, that may differ from call to call."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -180,7 +180,7 @@ class Engine:
         saved.tokens += 1
         key, token = make_token(self)
         byte_offset = int(x.storage_offset()) * x.element_size()
-        self._views[key] = view = View(saved, byte_offset, call, table.graph)
+        self._views[key] = view = View(saved, byte_offset, x.stride(), call, table.graph)
         self.recomputer.saved(view, x, table, slot, beside)
         number = self._number_of(saved)
         site = self._arrive((SiteKind.SAVE, table.graph, call, False, number))
@@ -201,6 +201,7 @@ class Engine:
     ) -> torch.Tensor:
         """The tensor that `token` stands for, on the device."""
         view = self._view(token)
+        view.require(size, stride)
         saved = view.saved
         number = self._number_of(saved)
         self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))

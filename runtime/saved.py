@@ -1,5 +1,6 @@
 """One saved activation while it is alive: where its bytes are, and who still needs them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -81,9 +82,22 @@ class View:
 
     saved: Saved
     byte_offset: int
+    stride: tuple[int, ...]
     call: int
     """The call of a graph that saved it."""
     graph: str
+
+    def require(self, size: Sequence[int], stride: Sequence[int]) -> None:
+        """Raise UnsupportedError if the backward reads the elements in another order."""
+        if self.stride == tuple(stride):
+            return
+        for length, kept, wanted in zip(size, self.stride, stride, strict=True):
+            if length > 1 and kept != wanted:
+                raise UnsupportedError(
+                    f"{self.saved.name} was saved with strides {self.stride}, but its backward is "
+                    f"compiled for {tuple(stride)}: its numbers would be wrong. Please report this; "
+                    'kernels="aot_eager" keeps to the strides that were traced'
+                )
 
 
 def is_movable(x: torch.Tensor, storage: torch.UntypedStorage, *, given: bool) -> bool:

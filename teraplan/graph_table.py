@@ -63,6 +63,8 @@ class GraphTable:
     backward: GraphMemory = GraphMemory()
     gradients_bytes: int = 0
     """What the backward holds at its end of the parameters' gradients."""
+    sizes_vary: bool = False
+    """Bytes are those of the sizes that were met first."""
 
     def beside_bytes(self, gradients_bytes: int) -> int:
         """What a step over this graph takes at least beside parameters and optimizer state.

@@ -148,3 +148,16 @@ def test_what_comes_back_counts_while_it_is_used_and_gradients_until_they_settle
     assert memory_of(_chained(), fused=False, saved={0: large}).least_bytes == 9 * KIB, (
         "all of the memory that the slot is a view of comes back"
     )
+
+
+def test_what_autograd_gives_counts_until_it_is_used() -> None:
+    """Zeros for a result that nobody used: added late, on top of everything before."""
+
+    def backward(x: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos().tanh() + late
+
+    graph = _traced(backward, (256,), (256,))
+    assert memory_of(graph, fused=False, saved={}).workspace_bytes == 2 * KIB
+    for node, name in zip(graph.find_nodes(op="placeholder"), ("x", "tangents_1"), strict=True):
+        node.name = name
+    assert memory_of(graph, fused=False, saved={}).workspace_bytes == 3 * KIB
