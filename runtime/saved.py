@@ -95,7 +95,7 @@ class View:
             if length > 1 and kept != wanted:
                 raise UnsupportedError(
                     f"{self.saved.name} was saved with strides {self.stride}, but its backward is "
-                    f"compiled for {tuple(stride)}: its numbers would be wrong. Please report this; "
+                    f"compiled for {tuple(stride)}: numbers would be wrong. Please report this; "
                     'kernels="aot_eager" keeps to the strides that were traced'
                 )
 
