@@ -48,7 +48,7 @@ def _gradients(model: nn.Module, num_images: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_nets_for_images(dynamic: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(3)
