@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch._prims_common import make_channels_last_strides_for
 
+from teraplan.passes.aliases import is_view
+
 KEPT_STRIDE = "teraplan_stride"
 """Of a node that saves, in its `meta`: the strides that the backward will ask for."""
 
@@ -35,7 +37,7 @@ def kept_strides(
     strides: list[tuple[Any, ...]] = []
     for node in saved:
         value = node.meta["val"]
-        if node in images and node.op != "placeholder" and value.is_contiguous():
+        if node in images and node.op == "call_function" and not is_view(node):
             strides.append(tuple(make_channels_last_strides_for(value.shape)))
         else:
             strides.append(tuple(value.stride()))

@@ -40,8 +40,8 @@ import torch
 
 LIBRARY: Any = torch.library.Library("teraplan", "DEF")  # type: ignore[no-untyped-call]
 
-# Inductor may give an intermediate other strides than the ones that the backward was traced with:
-# the strides in the graph are binding for every op here.
+# The strides in the graph are binding for every op here. Inductor heeds that only for ops that
+# Dynamo has met; for `save`, `passes/layouts.py` says what does it.
 _EXACT = (torch.Tag.needs_exact_strides,)
 
 LIBRARY.define("enter(Tensor anchor, str table) -> Tensor", tags=_EXACT)
