@@ -32,8 +32,9 @@ State = dict[str, Any]
 SLICE_BYTES = 120 * KIB
 """Of a slice, for each thread that computes: two threads' slice still comes from the heap, and has
 work for both (torch gives a thread 32,768 elements at least)."""
-_NUM_TRIED = 77
-"""Elements of the last slice of a trial, so that it has a length that no vector divides."""
+_TRIED = 1_021
+"""Elements of a slice in a trial, which is to take no memory to speak of. No vector divides it: so
+most elements that a loop over a slice leaves to its end are not at the end of the whole."""
 _ELEMENTWISE = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -105,7 +106,7 @@ def cut_up(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) ->
                 if p in optimizer.state:
                     made.state[p] = optimizer.state[p]
                 continue
-            _put_slices(made, group, p, optimizer.state.get(p, {}))
+            _put_slices(made, group, p, optimizer.state.get(p, {}), _num_elements(p))
             last[p] = group["params"][-1]
     return Cut(optimizer=made, whole=optimizer, last=last) if last else None
 
@@ -137,9 +138,10 @@ def _may_be_cut(p: torch.Tensor, state: State, group: dict[str, Any]) -> bool:
     )
 
 
-def _put_slices(made: Optimizer, group: dict[str, Any], p: torch.Tensor, state: State) -> None:
+def _put_slices(
+    made: Optimizer, group: dict[str, Any], p: torch.Tensor, state: State, num: int
+) -> None:
     assert p.grad is not None
-    num = _num_elements(p)
     pieces, gradients = _slices(p, num), _slices(p.grad, num)
     parts = {
         name: _slices(value, num)
@@ -181,14 +183,14 @@ def _is_exact(
     """True if slices of the first elements of `p` become what these become as a whole."""
     values = ((name, v) for name, v in group.items() if name != "params")
     used = tuple((name, bool(v)) for name, v in values)
-    key = (type(optimizer), p.dtype, torch.get_num_threads(), used)
+    key = (type(optimizer), p.dtype, used)
     if key not in _exact:
-        num = min(p.numel(), 2 * _num_elements(p) + _NUM_TRIED)
+        num = min(p.numel(), 4 * _TRIED)
         number = next(i for i, g in enumerate(optimizer.param_groups) if g is group)
         plain, sliced = (_trial(optimizer, number, p, num) for _ in range(2))
         cut = _empty(sliced)
         (whole,) = sliced.param_groups[number]["params"]
-        _put_slices(cut, cut.param_groups[number], whole, sliced.state[whole])
+        _put_slices(cut, cut.param_groups[number], whole, sliced.state[whole], _TRIED)
         before = [dict(cut.state[piece]) for piece in cut.param_groups[number]["params"]]
         for made in (plain, cut):
             plain_step(made)(made, *args, **kwargs)

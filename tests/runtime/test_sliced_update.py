@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from teraplan.runtime.state import sliced_update
 from teraplan.runtime.state.sliced_update import cut_up, step_in_slices
 from teraplan.runtime.state.stand_in import stand_in
+from teraplan.units import KIB
 
 Optimizer = torch.optim.Optimizer
 Make = Callable[[list[torch.nn.Parameter]], Optimizer]
@@ -185,6 +187,30 @@ def test_a_trial_shows_what_cannot_be_sliced(
     assert not any(sliced_update._exact.values())
     assert sliced_update._exact
     assert not pieces_of(sliced)
+
+
+class Sizes(TorchDispatchMode):
+    """Bytes of what operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.most = max(self.most, result.nbytes)
+        return result
+
+
+def test_a_trial_takes_no_memory_to_speak_of() -> None:
+    """It runs where a step's memory is measured, and must keep to the budget."""
+    ps = parameters()
+    optimizer = after_steps(SLICED["adamw"], ps, sliced=False)
+    with Sizes() as sizes:
+        assert pieces_of(optimizer)
+    assert sliced_update._exact
+    assert 0 < sizes.most <= 16 * KIB
 
 
 class Third(torch.optim.AdamW):
