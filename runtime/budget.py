@@ -103,14 +103,16 @@ class GraphForecast:
         least = self.least_bytes
         if budget_bytes >= (self._hopeless_bytes if certainly else least):
             return
-        state, named = self.state_bytes + self.future_state_bytes, _with_margin(least)
+        state = self.state_bytes + self.future_state_bytes
+        named = _with_margin(least) + moving_bytes
         part = f", {format_nbytes(max(0, budget_bytes))} of it beside the training state that moves"
+        for_state = f", with {format_nbytes(moving_bytes)} for the training state that moves"
         raise InfeasibleBudgetError(
             f"device_budget is {format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but parameters, gradients and optimizer state that "
             f"stay take {format_nbytes(state)}, and with what the graphs have at once beside them "
             f"it is {format_nbytes(least)}; set device_budget to {format_nbytes(named)} "
-            f"({named} bytes), which the graphs predict to be enough",
+            f"({named} bytes), which they predict to be enough{for_state if moving_bytes else ''}",
             least_budget_bytes=named,
         )
 

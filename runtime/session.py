@@ -187,11 +187,6 @@ class Session:
         """What is going on now, for people. From anywhere, a signal handler too: takes no lock."""
         return describe(self)
 
-    def explain(self, error: InfeasibleBudgetError) -> None:
-        """Let the error name a budget for all tensors, also where it comes from a part of them."""
-        if self.active is None or self.active.memory is None:  # later, plans are of the whole step
-            self.keeper.explain(error)
-
     def close(self) -> None:
         """Release files, threads and memory."""
         self.engine.drop_all()

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensor
 
 from teraplan.config import Config
-from teraplan.errors import ConfigError, InfeasibleBudgetError, TeraplanError
+from teraplan.errors import ConfigError, TeraplanError
 from teraplan.passes.recipes import compile_recipe
 from teraplan.runnable_graph import RunnableGraph
 from teraplan.runtime.dump_signal import dump_on_signal
@@ -135,8 +135,6 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
             session.end_call()
             session.keeper.check()
         except TeraplanError as error:  # the generated code between here and there helps nobody
-            if isinstance(error, InfeasibleBudgetError):
-                session.explain(error)
             raise error.with_traceback(None) from None
         return results
 

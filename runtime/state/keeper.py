@@ -11,7 +11,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
-from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime import census, fallbacks
 from teraplan.runtime.device import Device
 from teraplan.runtime.state.chunks import chunk_nbytes
@@ -133,18 +132,6 @@ class StateKeeper:
         if self._config.strict and self.state is not None:
             for what in self._slow_paths():
                 fallbacks.allow(what, strict=True)
-
-    def explain(self, error: InfeasibleBudgetError) -> None:
-        """Let the least budget that the error names be that of the state and all else together."""
-        if not self.moves:
-            return
-        error.least_budget_bytes += self.limit_bytes
-        least = format_nbytes(error.least_budget_bytes)
-        error.args = (
-            f"{error}. That is beside the {format_nbytes(self.limit_bytes)} of device_budget that "
-            f"the training state moves in: set device_budget to at least {least} "
-            f"({error.least_budget_bytes} bytes)",
-        )
 
     def _take_in_optimizers(self) -> None:
         """Let state move that was loaded before the first step, or it would count as what stays."""

@@ -10,7 +10,7 @@ from teraplan.graph_table import GraphMemory, GraphTable
 from teraplan.runtime.budget import GraphForecast
 from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.storage import Storage, default_directory
-from teraplan.units import MIB
+from teraplan.units import MIB, format_nbytes
 
 STATE, BESIDE = 100 * MIB, 400 * MIB
 TABLE = GraphTable(
@@ -76,8 +76,6 @@ def test_the_budget_that_is_named_is_enough(forecast: Make, moving_bytes: int) -
     with pytest.raises(InfeasibleBudgetError, match=r"device_budget is 1\d\d\.00 MiB") as refusal:
         made.refuse(STATE, certainly=True, moving_bytes=moving_bytes)
     named = refusal.value.least_budget_bytes
-    assert named is not None
-    assert not is_refused(made, named, certainly=False)
-    assert ("of it beside the training state that moves" in str(refusal.value)) == bool(
-        moving_bytes
-    )
+    assert f"set device_budget to {format_nbytes(named)} ({named} bytes)" in str(refusal.value)
+    assert not is_refused(made, named - moving_bytes, certainly=False)
+    assert ("for the training state that moves" in str(refusal.value)) == bool(moving_bytes)
