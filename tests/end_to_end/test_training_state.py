@@ -330,7 +330,7 @@ def test_where_it_is_not_implemented_it_stays_and_says_so(
 
 
 def test_the_least_budget_is_that_of_state_and_rest_together() -> None:
-    with pytest.raises(InfeasibleBudgetError, match="the training state moves in: set") as e:
+    with pytest.raises(InfeasibleBudgetError, match="for the training state that moves") as e:
         run(training(adamw), device_budget=1 << 20, training_state="moves")
     assert e.value.least_budget_bytes > 1 << 20
 
