@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from teraplan.runtime.state import sliced_update
 from teraplan.runtime.state.sliced_update import cut_up, step_in_slices
-from teraplan.runtime.state.stand_in import stand_in
+from teraplan.runtime.state.stand_in import stand_in, take_over
 from teraplan.units import KIB
 
 Optimizer = torch.optim.Optimizer
@@ -50,6 +50,7 @@ def step_whole_stand_in(optimizer: Optimizer) -> None:
     """As a bucket with all parameters is stepped."""
     made = stand_in(optimizer, {id(p) for group in optimizer.param_groups for p in group["params"]})
     step_in_slices(made, (), {})
+    take_over(optimizer, made)
 
 
 def pieces_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -187,6 +188,47 @@ def test_a_trial_shows_what_cannot_be_sliced(
     assert not any(sliced_update._exact.values())
     assert sliced_update._exact
     assert not pieces_of(sliced)
+
+
+class Counts(torch.optim.SGD):
+    """Keeps numbers beside tensors: of a parameter, of a group, and its own."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["times"] = group.get("times", 0) + 1
+            for p in group["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                p.sub_(p.grad, alpha=self.steps + group["times"] + self.state[p]["step"])
+
+
+def test_numbers_of_the_optimizers_own_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliced_update, "_ELEMENTWISE", (Counts,))
+    plain_ps, ps = parameters(), parameters()
+    plain = after_steps(lambda p: Counts(p, lr=0.1), plain_ps, sliced=False)
+    sliced = after_steps(lambda p: Counts(p, lr=0.1), ps, sliced=True)
+    require_equal(list(ps), list(plain_ps))
+    require_equal(sliced.state_dict(), plain.state_dict())
+    assert pieces_of(sliced)
+
+
+def test_parameters_in_one_memory() -> None:
+    """As code keeps them that sends all gradients at once."""
+    num = 3 * slice_numel() + 13
+    values = torch.randn(2 * num)
+    plain_ps, ps = (
+        [torch.nn.Parameter(flat[7:num]), torch.nn.Parameter(flat[num:])]
+        for flat in (values.clone(), values.clone())
+    )
+    assert ps[1].untyped_storage().data_ptr() == ps[0].untyped_storage().data_ptr()
+    assert ps[1].untyped_storage().data_ptr() != plain_ps[1].untyped_storage().data_ptr()
+    after_steps(SLICED["adamw"], plain_ps, sliced=False)
+    sliced = after_steps(SLICED["adamw"], ps, sliced=True)
+    require_equal(list(ps), list(plain_ps))
+    assert pieces_of(sliced)
 
 
 class Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
