@@ -1,6 +1,7 @@
-"""Transformers of Hugging Face's library, from a configuration, with random parameters.
+"""Models of Hugging Face's library, from a configuration, with random parameters.
 
-ids (B, T), labels (B, T) -> mean cross entropy, a scalar
+llama, t5    ids (B, T), labels (B, T)             -> mean cross entropy, a scalar
+resnet       images (B, 3, H, W), labels (B,)      -> the same
 """
 
 from typing import Any, final
@@ -10,35 +11,42 @@ from torch import Tensor, nn
 
 from bench.models.seeded import generator, seeded
 
-FAMILIES = ("llama", "t5")
+FAMILIES = ("llama", "t5", "resnet")
 _VOCABULARY = 1024
 _LENGTH = {"llama": 512, "t5": 384}
+_IMAGES_PER_SEQUENCE = 4
+"""A step over images has so many times the batch size, for about as many saved activations."""
+_IMAGE_SIZE = 128
 
 
 @final
-class LanguageModel(nn.Module):
+class Trained(nn.Module):
     """One of the library's models; its loss is the result."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross entropy of `labels` for `ids`, both (B, T), int64."""
-        loss: Tensor = self.model(input_ids=ids, labels=labels).loss
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross entropy of `labels`."""
+        loss: Tensor = self.model(inputs, labels=labels).loss
         return loss
 
 
-def build(family: str) -> LanguageModel:
-    """Eight layers of width 512: some 23 M parameters, on the CPU."""
+def build(family: str) -> Trained:
+    """Some 23 M parameters, on the CPU: eight layers of width 512, or 50 convolutions."""
     with seeded(0):
-        return LanguageModel(_llama() if family == "llama" else _t5())
+        return Trained({"llama": _llama, "t5": _t5, "resnet": _resnet}[family]())
 
 
 def batch(family: str, batch_size: int, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Random ids and labels, each (batch_size, T), int64."""
-    shape = (batch_size, _LENGTH[family])
+    """Random ids or images, and labels, int64."""
     numbers = generator(0, step)
+    if family == "resnet":
+        num = batch_size * _IMAGES_PER_SEQUENCE
+        images = torch.randn(num, 3, _IMAGE_SIZE, _IMAGE_SIZE, generator=numbers)
+        return images, torch.randint(_VOCABULARY, (num,), generator=numbers)
+    shape = (batch_size, _LENGTH[family])
     ids, labels = (torch.randint(3, _VOCABULARY, shape, generator=numbers) for _ in range(2))
     return ids, labels
 
@@ -57,6 +65,14 @@ def _llama() -> Any:  # noqa: ANN401  the library's classes have no types
             use_cache=False,
         )
     )
+
+
+def _resnet() -> Any:  # noqa: ANN401
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig()
+    config.num_labels = _VOCABULARY
+    return ResNetForImageClassification(config)
 
 
 def _t5() -> Any:  # noqa: ANN401
