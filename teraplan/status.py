@@ -37,6 +37,9 @@ class Status:
     """The largest saved activations that cannot: (name, bytes, why)."""
     device_budget_bytes: int = -1
     state_bytes: int = -1
+    held_back_bytes: int = -1
+    """Of the budget, because the process took more than what its tensors explain; in the peaks
+    below."""
     unlimited_peak_bytes: int = -1
     predicted_peak_bytes: int = -1
     actual_peak_bytes: int = -1
@@ -113,6 +116,8 @@ class Status:
             f"  step predicted / actual    {_time(self.predicted_step_ns)}"
             f" / {_time(self.actual_step_ns)}",
         ]
+        if self.held_back_bytes > 0:
+            lines.append(f"  held back of the budget    {_bytes(self.held_back_bytes)}")
         if self.plans > 1:
             lines.append(
                 f"  plan number {self.plans:<15}computation takes {self.slowdown:.2f} of what was "

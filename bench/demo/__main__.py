@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from bench.demo.outcome import Outcome
-from bench.demo.verdict import problems, table
+from bench.demo.verdict import kept, problems, table
 from teraplan.units import format_nbytes
 
 SHARE = 0.3
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{text}\n")
     print("\n".join(f"storage    {store}" for store in limited.stores))
     draw(limited, output)
-    return report(problems(unlimited, limited), unlimited)
+    return report(unlimited, limited)
 
 
 def run(name: str, device_budget: str, output: Path, common: Sequence[str]) -> Outcome:
@@ -83,16 +83,17 @@ def draw(limited: Outcome, output: Path) -> None:
     print(f"timeline   {pictures['timeline']}   (open it at https://ui.perfetto.dev)")
 
 
-def report(found: Sequence[str], unlimited: Outcome) -> int:
+def report(unlimited: Outcome, limited: Outcome) -> int:
     """Print the verdict; the process's exit code."""
     print()
+    found = problems(unlimited, limited)
     if found:
         print("NOT as promised:")
         print("\n".join(f"  {problem}" for problem in found))
         return 1
     print(
         f"equal in every bit: {len(unlimited.losses)} losses, {unlimited.num_parameters:,} "
-        f"parameters ({unlimited.parameters}) and the optimizer's state; the budget was kept"
+        f"parameters ({unlimited.parameters}) and the optimizer's state; {kept(limited)}"
     )
     return 0
 

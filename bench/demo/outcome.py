@@ -31,6 +31,7 @@ class Outcome:
     coverage: float = 0.0
     budget_bytes: int = -1
     state_bytes: int = -1
+    held_back_bytes: int = -1
     unlimited_peak_bytes: int = -1
     predicted_peak_bytes: int = -1
     actual_peak_bytes: int = -1

@@ -110,6 +110,7 @@ def outcome(
         coverage=status.coverage,
         budget_bytes=status.device_budget_bytes,
         state_bytes=status.state_bytes,
+        held_back_bytes=status.held_back_bytes,
         unlimited_peak_bytes=status.unlimited_peak_bytes,
         predicted_peak_bytes=status.predicted_peak_bytes,
         actual_peak_bytes=status.actual_peak_bytes,

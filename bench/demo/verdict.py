@@ -44,6 +44,17 @@ def _overruns(unlimited: Outcome, limited: Outcome) -> Iterator[str]:
         )
 
 
+def kept(limited: Outcome) -> str:
+    """How well a run without problems has kept its budget."""
+    over = limited.actual_peak_bytes / limited.budget_bytes - 1
+    if over <= 0:
+        return "the budget was kept"
+    return (
+        f"the peak is {over:.1%} over the budget, by memory that is free between two tensors "
+        f"({ALLOWANCE:.0%} and {format_nbytes(ALLOWANCE_BYTES)} are allowed for it)"
+    )
+
+
 def beside_the_step(unlimited: Outcome) -> int:
     """Bytes of a process beside its step: the compiler's and Python's, in both runs the same."""
     return max(0, unlimited.measured_peak_bytes - unlimited.unlimited_peak_bytes)
@@ -56,6 +67,7 @@ def table(unlimited: Outcome, limited: Outcome) -> str:
         ("", "unlimited", "budget", "predicted"),
         ("device budget", "", nbytes(limited.budget_bytes), ""),
         ("training state", *(nbytes(o.state_bytes) for o in (unlimited, limited)), ""),
+        ("held back", "", nbytes(limited.held_back_bytes), ""),
         (
             "peak of the step",
             nbytes(unlimited.actual_peak_bytes),
