@@ -2,9 +2,9 @@
 
     python -m bench.bench_update_slices [--millions 8 60] [--rounds 9]
 
-AdamW over matrices of a transformer's layer, with large blocks as mappings of their own, as it is
-where the training state moves (`teraplan/runtime/malloc.py`). Both ways in turns, on the same
-numbers; what they become is compared bit for bit.
+AdamW over matrices of a transformer's layer, with memory from the pool of large tensors, as in
+training (`teraplan/runtime/cpu_pool.py`). Both ways in turns, on the same numbers; what they become
+is compared bit for bit.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.results import write_results
-from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.state.per_parameter import plain_step
 from teraplan.runtime.state.sliced_update import step_in_slices
 from teraplan.runtime.state.stand_in import stand_in
@@ -36,8 +36,9 @@ def main() -> None:
     parser.add_argument("--millions", type=int, nargs="*", default=[8, 60], help="of parameters")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    malloc = Malloc()
-    malloc.map_large()
+    pool = CpuPool()
+    if refusal := pool.serve():
+        raise SystemExit(f"no memory as in training: {refusal}")
     print(
         f"{'parameters':>12}{'whole':>12}{'in slices':>12}{'ratio':>8}{'page faults of both':>24}"
     )

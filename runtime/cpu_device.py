@@ -14,10 +14,8 @@ import torch
 from teraplan.errors import StorageFullError
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import Direction, TransferRecord
-from teraplan.runtime import census, process_memory
-from teraplan.runtime.cpu_pool import CpuPool
+from teraplan.runtime import census, cpu_pool, fallbacks, process_memory
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Arrival, Beside, Copy, Device
-from teraplan.runtime.inductor_memory import take_memory_from
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.pages import use_huge_pages, use_small_pages
 from teraplan.runtime.pinned_pool import PinnedPool
@@ -28,6 +26,7 @@ _RESERVED_FRACTION = 0.9
 """Share of the available memory that a budget left open takes."""
 
 
+_HEAP = "tensors have their memory from the C library's heap, which keeps much of what is freed: {}"
 _WORTH_HUGE_PAGES_BYTES = 128 << 20
 """With so many tensors the heap lies on huge pages. Where it has holes they take 15 MiB more."""
 _WORTH_TRIMMING_BYTES = 4 << 20
@@ -102,9 +101,10 @@ class _Arrival(Arrival):
     def _start_reading(self, copy: _Copy, record: Record, urgent: bool) -> None:
         """Take memory in which the record can lie as it did where it came from."""
         remainder = (record.address_remainder - copy.host_bytes) % record.alignment
-        if copy.pooled:  # the pool's memory begins at a page, as that of the tensor did
-            landing = self._device.pool.empty_bytes(copy.nbytes + remainder)
-        else:
+        # The pool's memory begins at a page, as that of the tensor did.
+        spare_bytes = remainder if copy.pooled else record.alignment
+        landing = torch.empty(copy.nbytes + spare_bytes, dtype=torch.uint8)
+        if copy.pooled and not self._device.pool.owns(landing.data_ptr()):
             landing = torch.empty(copy.nbytes + record.alignment, dtype=torch.uint8)
         address = landing.data_ptr()
         self._landing, self._offset = landing, (remainder - address) % record.alignment
@@ -126,7 +126,7 @@ class CpuDevice(Device):
     type = "cpu"
     moves_state = True
 
-    def __init__(self, *, storage: Storage, host_bytes: int) -> None:
+    def __init__(self, *, storage: Storage, host_bytes: int, strict: bool = False) -> None:
         self.name = f"cpu {platform.machine()}"
         self.host_budget_bytes = host_bytes
         self.host_bytes = 0
@@ -134,7 +134,6 @@ class CpuDevice(Device):
         self.storage = storage
         self._malloc = Malloc()
         self._malloc.keep_for_reuse()
-        self._keeps_free_memory = True
         self._exact = False
         self._bearable_free_bytes = 0
         """While memory is measured: trimming takes 1 ms, where the heap has many holes."""
@@ -142,16 +141,22 @@ class CpuDevice(Device):
         """What no trimming gives back: code, the interpreter's own."""
         self._sites_since_trim = 0
         self._next_urgent_trim_ns = 0
-        self.pool = CpuPool()
+        self.pool, refusal = cpu_pool.join(self)
+        self._without_pool = (_HEAP.format(refusal),) if refusal else ()
+        if refusal:
+            fallbacks.allow(*self._without_pool, strict=strict)
         self._transfers: list[TransferRecord] = []
         self._beside: Beside | None = None
         self._limit_bytes: int | None = None
         self._most_beside_pool_bytes = 0
         """What the heap gave back when it was trimmed it takes again."""
 
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        return (*super().fallbacks, *self._without_pool)
+
     def keeps_beside(self, beside: Beside) -> None:
         self._beside = beside
-        self.keep_nothing_free()
 
     def hardware(self) -> Hardware:
         from teraplan.runtime.links import host_link, storage_link
@@ -191,25 +196,12 @@ class CpuDevice(Device):
         self._exact = False
         _put_heap_on_huge_pages()
 
+    def let_go(self, nbytes: int) -> None:
+        self.pool.lower(nbytes)
+
     def hold_less(self, nbytes: int) -> None:
         self.pool.lower(nbytes)
         _put_heap_on_huge_pages()
-
-    def state_comes(self, *, now: bool) -> None:
-        if not self._keeps_free_memory:
-            return
-        if now:  # what stays is no part of the heap, and leaves no holes in it
-            self._malloc.map_large()
-        else:
-            self._malloc.keep_for_reuse()
-
-    def keep_nothing_free(self) -> bool:
-        if not self._keeps_free_memory:
-            return False
-        self._keeps_free_memory = False
-        self._malloc.map_large()
-        self._malloc.plug_holes()
-        return True
 
     def resident_bytes(self) -> int:
         beside = self._beside.held_bytes if self._beside is not None else 0
@@ -257,16 +249,14 @@ class CpuDevice(Device):
             self._limit_bytes -= headroom_bytes
             beyond -= self.pool.shrink(beyond + needed)
             self.pool.room_bytes = max(0, -beyond - needed)
-        elif beyond > 0:
+        else:
+            self.pool.room_bytes = None
             beyond -= self.pool.shrink(beyond)
         is_due = self._sites_since_trim > _SITES_BETWEEN_TRIMS or (
             urgent and time.perf_counter_ns() >= self._next_urgent_trim_ns
         )
         if beyond > _WORTH_TRIMMING_BYTES and is_due:
             self._trim_heap()
-
-    def attach(self) -> None:
-        take_memory_from(self.pool.empty_strided)
 
     def peak_bytes(self) -> int:
         return process_memory.peak_bytes()
@@ -291,7 +281,7 @@ class CpuDevice(Device):
         return _Arrival(copy, self, urgent=urgent)
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return self.pool.empty_strided(size, stride, dtype)
+        return torch.empty_strided(size, stride, dtype=dtype)
 
     def take_transfers(self) -> tuple[TransferRecord, ...]:
         transfers, self._transfers = tuple(self._transfers), []
@@ -303,7 +293,7 @@ class CpuDevice(Device):
     def close(self) -> None:
         self.storage.close()
         self.host_pool.close()
-        self._malloc.keep_for_reuse()
+        cpu_pool.leave(self)
 
     def _tensor_bytes(self) -> int:
         """Of all tensors but those over the host pool's own mappings, whose parts are tensors."""

@@ -166,9 +166,6 @@ class CudaDevice(Device):
         if reserved - self.cuda.memory("allocated", "current") > _WORTH_EMPTYING_BYTES:
             self.cuda.empty_cache()
 
-    def attach(self) -> None:
-        """Inductor's code for a GPU takes its memory from the allocator that is counted here."""
-
     def open_lane(self) -> HostLane:
         return StreamLane(self.cuda)
 

@@ -132,12 +132,8 @@ class Device(ABC):
         """The process is to hold `nbytes` less of the device from now on than it has so far."""
         self.run_fast()
 
-    def state_comes(self, *, now: bool) -> None:  # noqa: B027  most have nothing to prepare
-        """A step begins in which optimizers may make their state, or no such step."""
-
-    def keep_nothing_free(self) -> bool:
-        """Give memory back as soon as it is free, at the cost of speed; False if so it was."""
-        return False
+    def let_go(self, nbytes: int) -> None:  # noqa: B027  most keep nothing
+        """Code between two steps has taken `nbytes` more than a step does, and left them."""
 
     @abstractmethod
     def resident_bytes(self) -> int:
@@ -169,10 +165,6 @@ class Device(ABC):
         Needed only where training state moves, whose updates run between sites.
         """
         raise NotImplementedError(f"training state cannot leave {self.name}")
-
-    @abstractmethod
-    def attach(self) -> None:
-        """The compiled graph that is calling an op is about to allocate its tensors."""
 
     @abstractmethod
     def peak_bytes(self) -> int:

@@ -71,7 +71,6 @@ def _chain(anchor: torch.Tensor) -> torch.Tensor:
 def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
     call = _current()
     call.table = parse_table(table)
-    call.session.device.attach()
     state = call.session.engine.training_state
     if state is not None:
         state.arena.user_may_have_run()  # at this graph's first site things may leave
@@ -83,7 +82,6 @@ def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
 
 def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
     engine = _engine_of(token)
-    engine.device.attach()
     _enter_training_state(engine.training_state, in_step=True)
     engine.enter_backward(token, parse_table(table))
     return _chain(anchor)

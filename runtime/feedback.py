@@ -28,8 +28,6 @@ _CORRECTION_FACTOR = 1.25
 to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
 _WITHIN_FRACTION = 0.02
 """Of the budget, or a few pages of the heap: no reason to plan anew, and to move more."""
-_BEARABLE_FRACTION, _BEARABLE_BYTES = 0.05, 48 * MIB
-"""Of what the process takes beyond the budget. Beyond that it is better to be slower."""
 _UNUSED_FRACTION, _UNUSED_BYTES = 0.03, 4 * MIB
 """Of the budget: what is held back and then not used is given back from here on."""
 _COMPARED_AFTER = (3, 6, 12, 24)
@@ -119,12 +117,6 @@ def _done_in(plan: Plan) -> tuple[object, ...]:
     """All that is decided, without reasons."""
     moved = (replace(migration, reason="") for migration in plan.migrations)
     return (*moved, *(choice.tensor_id for choice in plan.recomputed))
-
-
-def keeps_too_much(case: Case, *, peak_bytes: int, budget_bytes: int) -> bool:
-    """True if the process is far beyond its budget, and no plan can hold back more."""
-    bearable = int(budget_bytes * _BEARABLE_FRACTION) + _BEARABLE_BYTES
-    return case.corrections >= _MAX_CORRECTIONS and peak_bytes - budget_bytes > bearable
 
 
 def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int) -> Lesson:

@@ -93,6 +93,13 @@ class FreeRanges:
         self._insert(rest)
         return found
 
+    def recover(self) -> None:
+        """After an interrupt within one of the above: all by start is right."""
+        blocks = self._by_start.values()
+        self._by_end = {block.end: block for block in blocks}
+        self._sizes = sorted((block.nbytes, block.address) for block in blocks)
+        self.nbytes = sum(block.nbytes for block in blocks)
+
     def _insert(self, block: PageBlock) -> None:
         self._by_start[block.address] = self._by_end[block.end] = block
         insort(self._sizes, (block.nbytes, block.address))

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from teraplan.errors import StorageError
+from teraplan.runtime import cpu_allocator
 from teraplan.runtime.storage import default_directory
 from teraplan.runtime.storage.directories import open_directory
 from teraplan.runtime.storage.disk_counters import DiskCounters, disk_counters
@@ -103,6 +104,20 @@ def _memory() -> Iterator[Fact]:
     yield _cgroup(total)
     yield _locked_memory()
     yield _huge_pages()
+    yield _memory_of_tensors()
+
+
+def _memory_of_tensors() -> Fact:
+    name = "memory of CPU tensors"
+    refusal = cpu_allocator.install()
+    if not refusal:
+        return Fact(name=name, value="a pool of large blocks")
+    return Fact(
+        name=name,
+        value="the C library's heap",
+        status=Status.WARNING,
+        advice=f"the heap keeps much of what is freed; a pool needs a C++ compiler: {refusal}",
+    )
 
 
 def _cgroup(total: int) -> Fact:

@@ -44,7 +44,9 @@ def open_device(config: Config, device_type: str) -> Device:
 
 
 def _open_cpu(config: Config, storage: Storage) -> Device:
-    return CpuDevice(storage=storage, host_bytes=_host_bytes(config, share=0.0))
+    return CpuDevice(
+        storage=storage, host_bytes=_host_bytes(config, share=0.0), strict=config.strict
+    )
 
 
 def _open_cuda(config: Config, storage: Storage) -> Device:

@@ -58,6 +58,11 @@ class PagePool:
             pieces.append(Piece(fresh, tail - fresh, new_mapping()))
         return PageBlock(start, pieces + _moved(small, tail), is_large=is_large)
 
+    def recover(self) -> None:
+        """After an interrupt within one of the above."""
+        self._large.recover()
+        self._small.recover()
+
     def shrink(self, nbytes: int) -> None:
         """Unmap at least `nbytes` of what waits, or all there is; huge pages go as a whole."""
         nbytes = pages.round_up(max(0, nbytes))

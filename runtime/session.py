@@ -34,7 +34,7 @@ from teraplan.runtime.budget_shares import BudgetShares
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
-from teraplan.runtime.feedback import keeps_too_much, learn
+from teraplan.runtime.feedback import learn
 from teraplan.runtime.optimizer_watch import watch_optimizers
 from teraplan.runtime.plan_maker import PlanMaker
 from teraplan.runtime.planned_step import run_record
@@ -200,16 +200,9 @@ class Session:
     def _begin_step(self, key: CaseKey) -> None:
         self._finish_step()
         self.active = case = self._case(key)
-        try:
-            self._plan(case)
-        except InfeasibleBudgetError:
-            if self._may_start or not self.device.keep_nothing_free():
-                raise
-            self._measure_anew()
-            self.active = case = self._case(key)
+        self._plan(case)
         self._bounds.begin()
         lacks_state = not self._bounds.optimizer_known and self._shares.lacks_state
-        self.device.state_comes(now=lacks_state or self.steps == 0)
         self._rehearses = self.keeper.rehearses or lacks_state
         is_new = self._compiles != self._compiles_seen or self._rehearses
         measure_memory = case.lacks_memory and not is_new
@@ -219,7 +212,6 @@ class Session:
         if case.schedule is None:
             tables, is_first = self.tables.values(), self.steps == 0
             self._shares.divide(case, tables, is_first=is_first, may_start=self._may_start)
-            self._keep_heap_small()
         if self.steps == 0:
             log.info("%s", self._first_words())
         limits = self._shares.safe_limit(case), self._shares.resident_limits(case)
@@ -227,19 +219,16 @@ class Session:
             recorder, case.schedule, *limits, case.rehearsal_limits(self._shares.rest_bytes)
         )
 
-    def _keep_heap_small(self) -> None:
-        """PyTorch's own kernels take all from the heap: where it is short, none lies free."""
-        if self.config.kernels == "aot_eager" and (self._shares.binds or self.last_transfers):
-            self.device.keep_nothing_free()
-
     def _finish_step(self) -> None:
         recorder, case = self.engine.recorder, self.active
         if recorder is None or case is None:
             return
         recorder.finish()
         self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes)
-        if self.device.peak_bytes() > recorder.peak_bytes:
-            self.device.take_peak()  # it was the user's, between two steps
+        beyond_bytes = self.device.peak_bytes() - recorder.peak_bytes
+        if beyond_bytes > 0:  # it was the user's, between two steps
+            self.device.let_go(beyond_bytes)
+            self.device.take_peak()
         self.steps += 1
         self.last_transfers = self.device.take_transfers()
         compiled = self._compiles_entered != self._compiles_seen
@@ -292,10 +281,6 @@ class Session:
             self.reports.write_runs(case.number, plan, case.runs)
         peak_bytes, budget_bytes = self.actual_peak_bytes(), plan.budgets.device_bytes
         lesson = learn(case, self.plans, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
-        too_much = keeps_too_much(case, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
-        if too_much and self.device.keep_nothing_free():
-            self._measure_anew()
-            return
         if lesson.fallback:
             self._fall_back(lesson.fallback)
         if lesson.plan is not None:
@@ -303,13 +288,6 @@ class Session:
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
             self._forget_peak()
-
-    def _measure_anew(self) -> None:
-        """The process no longer keeps free memory: its tensors need less than was measured."""
-        log.info("the budget does not hold free memory: it goes back to the system at once")
-        self.cases.clear()
-        self.device.run_fast()
-        self._forget_peak()
 
     # -- plans ---------------------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ _MEMORY = (
     "resident_bytes",
     "take_peak",
     "keep_under",
-    "attach",
+    "let_go",
+    "hold_less",
     "peak_bytes",
 )
 
@@ -79,6 +80,7 @@ class CudaPath(CudaDevice):
 
     def close(self) -> None:
         super().close()
+        self.cpu.close()
         assert isinstance(self.cuda, FakeCuda)
         self.cuda.close()
 

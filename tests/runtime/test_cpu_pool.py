@@ -3,12 +3,13 @@
 import ctypes
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from teraplan.runtime import pages, process_memory
+from teraplan.runtime import cpu_pool, pages, process_memory
 from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.free_ranges import PageBlock
 from teraplan.runtime.page_pool import PagePool, _move
@@ -17,90 +18,98 @@ from teraplan.runtime.pages import HUGE_PAGE_BYTES, use_huge_pages
 from teraplan.units import MIB
 
 
-def _floats(pool: CpuPool, nbytes: int, value: float) -> torch.Tensor:
-    return pool.empty_strided((nbytes // 4,), (1,), torch.float32).fill_(value)
+@pytest.fixture
+def pool() -> Iterator[CpuPool]:
+    """Where PyTorch has the memory of large tensors from."""
+    serving = CpuPool()
+    assert serving.serve() == ""
+    yield serving
+    serving.close()
 
 
-def test_a_tensor_of_another_size_gets_the_pages_that_wait() -> None:
-    pool = CpuPool()
-    first = [_floats(pool, 48 * MIB, 1.0), _floats(pool, 80 * MIB, 2.0)]
+def _floats(nbytes: int, value: float) -> torch.Tensor:
+    return torch.full((nbytes // 4,), value)
+
+
+def _all_are(tensor: torch.Tensor, value: float) -> bool:
+    """Without a tensor of truths, which would be the pool's, too."""
+    return bool((tensor.numpy() == value).all())
+
+
+def test_a_tensor_of_another_size_gets_the_pages_that_wait(pool: CpuPool) -> None:
+    first = [_floats(48 * MIB, 1.0), _floats(80 * MIB, 2.0)]
     first.clear()
     assert pool.waiting_bytes == 128 * MIB
     before = process_memory.resident_bytes()
-    second = _floats(pool, 128 * MIB, 3.0)
+    second = _floats(128 * MIB, 3.0)
     assert process_memory.resident_bytes() - before < 32 * MIB
     assert pool.waiting_bytes == 0
-    assert bool((second == 3.0).all())
+    assert _all_are(second, 3.0)
 
 
-def test_what_waits_and_what_is_used_stay_under_the_most_in_use() -> None:
-    pool, chance, held, most = CpuPool(), random.Random(0), list[torch.Tensor](), 0
+def test_what_waits_and_what_is_used_stay_under_the_most_in_use(pool: CpuPool) -> None:
+    chance, held, most = random.Random(0), list[torch.Tensor](), 0
     values: list[float] = []
     for number in range(400):
         if held and chance.random() < 0.5:
             at = chance.randrange(len(held))
-            assert bool((held[at] == values[at]).all()), f"round {number}: overwritten"
+            assert _all_are(held[at], values[at]), f"round {number}: overwritten"
             del held[at], values[at]
         else:
             nbytes = chance.choice((256 << 10, 1 * MIB, 3 * MIB, 4 * MIB, 5 * MIB + 4096, 9 * MIB))
-            held.append(_floats(pool, nbytes, float(number)))
+            held.append(_floats(nbytes, float(number)))
             values.append(float(number))
         most = max(most, pool.in_use_bytes)
         assert pool.in_use_bytes + pool.waiting_bytes <= most
         assert pool.in_use_bytes >= sum(t.nbytes for t in held)
     for tensor, value in zip(held, values, strict=True):
-        assert bool((tensor == value).all())
+        assert _all_are(tensor, value)
 
 
-def test_slack_lets_blocks_wait_beside_new_ones() -> None:
-    pool = CpuPool()
-    _floats(pool, 8 * MIB, 1.0)
+def test_slack_lets_blocks_wait_beside_new_ones(pool: CpuPool) -> None:
+    _floats(8 * MIB, 1.0)
     pool.slack_bytes = 8 * MIB
-    held = _floats(pool, 12 * MIB, 2.0)
+    held = _floats(12 * MIB, 2.0)
     assert pool.waiting_bytes == 8 * MIB
     assert pool.slack_bytes == 0
     del held
 
 
-def test_where_there_is_no_room_new_blocks_are_made_of_what_waits() -> None:
-    pool = CpuPool()
-    held = _floats(pool, 8 * MIB, 1.0)
-    _floats(pool, 8 * MIB, 1.0)
-    more = _floats(pool, 2 * MIB, 2.0)
+def test_where_there_is_no_room_new_blocks_are_made_of_what_waits(pool: CpuPool) -> None:
+    held = _floats(8 * MIB, 1.0)
+    _floats(8 * MIB, 1.0)
+    more = _floats(2 * MIB, 2.0)
     assert pool.waiting_bytes == 6 * MIB
     pool.shrink(4 * MIB)  # 4 MiB less than have been in use at once
     pool.room_bytes = 3 * MIB
-    last = _floats(pool, 4 * MIB, 3.0)
+    last = _floats(4 * MIB, 3.0)
     assert pool.waiting_bytes == 0, "a whole huge page"
     assert pool.room_bytes == 1 * MIB
     for tensor, value in ((held, 1.0), (more, 2.0), (last, 3.0)):
-        assert bool((tensor == value).all())
+        assert _all_are(tensor, value)
 
 
-def test_a_seam_between_waiting_and_fresh_memory_cuts_no_huge_page() -> None:
-    pool = CpuPool()
-    _floats(pool, 64 * MIB, 1.0)
+def test_a_seam_between_waiting_and_fresh_memory_cuts_no_huge_page(pool: CpuPool) -> None:
+    _floats(64 * MIB, 1.0)
     pool.slack_bytes = 57 * MIB
-    tensor = _floats(pool, 74 * MIB, 2.0)  # 7 MiB of it have to come out of what waits
+    tensor = _floats(74 * MIB, 2.0)  # 7 MiB of it have to come out of what waits
     assert pool.waiting_bytes == 56 * MIB
-    assert bool((tensor == 2.0).all())
+    assert _all_are(tensor, 2.0)
 
 
-def test_what_is_held_less_goes_from_what_waits() -> None:
-    pool = CpuPool()
-    _floats(pool, 64 * MIB, 1.0)
-    held = _floats(pool, 8 * MIB, 2.0)
+def test_what_is_held_less_goes_from_what_waits(pool: CpuPool) -> None:
+    _floats(64 * MIB, 1.0)
+    held = _floats(8 * MIB, 2.0)
     pool.lower(24 * MIB)
     assert pool.in_use_bytes + pool.waiting_bytes == 40 * MIB
-    held = _floats(pool, 48 * MIB, 3.0)  # more than that is still to be had, if it is in use
+    held = _floats(48 * MIB, 3.0)  # more than that is still to be had, if it is in use
     pool.lower(1 << 40)
     assert pool.waiting_bytes == 0
-    assert bool((held == 3.0).all())
+    assert _all_are(held, 3.0)
 
 
-def test_shrinking_gives_memory_back_to_the_system() -> None:
-    pool = CpuPool()
-    _floats(pool, 128 * MIB, 1.0)
+def test_shrinking_gives_memory_back_to_the_system(pool: CpuPool) -> None:
+    _floats(128 * MIB, 1.0)
     before = process_memory.resident_bytes()
     assert pool.shrink(80 * MIB) == 80 * MIB
     assert pool.waiting_bytes == 48 * MIB
@@ -118,12 +127,26 @@ def test_what_is_unmapped_is_whole_pages() -> None:
         pages.release(1000, 1000)
 
 
-def test_blocks_outlive_their_pool_and_then_go() -> None:
+def test_blocks_outlive_their_pool_and_then_go(pool: CpuPool) -> None:
     before = process_memory.resident_bytes()
-    tensor = _floats(CpuPool(), 64 * MIB, 5.0)
-    assert bool((tensor == 5.0).all())
+    tensor = _floats(64 * MIB, 5.0)
+    pool.close()
+    assert _all_are(tensor, 5.0)
     del tensor
     assert process_memory.resident_bytes() - before < 32 * MIB
+
+
+def test_the_last_to_leave_the_process_s_pool_closes_it() -> None:
+    one, other = PagePool(), PagePool()
+    shared, refusal = cpu_pool.join(one)
+    assert refusal == ""
+    assert cpu_pool.join(other)[0] is shared
+    cpu_pool.leave(one)
+    tensor = _floats(MIB, 6.0)
+    assert shared.owns(tensor.data_ptr())
+    cpu_pool.leave(other)
+    assert not shared.owns(_floats(MIB, 6.0).data_ptr())
+    assert _all_are(tensor, 6.0)
 
 
 def test_moved_pages_keep_their_bytes() -> None:
@@ -165,15 +188,14 @@ def test_scraps_keep_huge_pages_whole_while_they_can() -> None:
     assert scraps.nbytes == HUGE_PAGE_BYTES
 
 
-def test_pieces_that_wait_make_place_for_whole_huge_pages() -> None:
-    pool = CpuPool()
-    small = [_floats(pool, MIB, 1.0) for _ in range(32)]
+def test_pieces_that_wait_make_place_for_whole_huge_pages(pool: CpuPool) -> None:
+    small = [_floats(MIB, 1.0) for _ in range(32)]
     small.clear()
     before, huge_before = process_memory.resident_bytes(), _huge_bytes()
-    large = _floats(pool, 16 * MIB, 2.0)
+    large = _floats(16 * MIB, 2.0)
     assert pool.in_use_bytes + pool.waiting_bytes == 32 * MIB
     assert process_memory.resident_bytes() - before < 4 * MIB
-    assert bool((large == 2.0).all())
+    assert _all_are(large, 2.0)
     if _huge_bytes() == huge_before:
         pytest.skip("this kernel gives no huge pages")
     assert _huge_bytes() - huge_before == 16 * MIB

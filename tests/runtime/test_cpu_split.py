@@ -34,7 +34,8 @@ def device() -> Iterator[CpuDevice]:
 def numbers(device: CpuDevice, *, pooled: bool, shift: int = 0) -> torch.Tensor:
     """Random bytes in a storage of their own, which begins `shift` bytes behind some block."""
     if pooled:
-        memory = device.pool.empty_bytes(NBYTES)
+        memory = torch.empty(NBYTES, dtype=torch.uint8)
+        assert device.pool.owns(memory.data_ptr())
     else:
         whole = bytearray(NBYTES + 64)
         memory = torch.frombuffer(whole, dtype=torch.uint8, offset=shift, count=NBYTES)

@@ -13,13 +13,13 @@ REPO = Path(__file__).parents[2]
 
 TEMPORARIES = """
 import torch
+from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.process_memory import PeakWatch, resident_bytes
 
-malloc = Malloc()
-malloc.keep_for_reuse()
-malloc.map_large()
-malloc.plug_holes()
+Malloc().keep_for_reuse()
+pool = CpuPool()
+pool.serve()
 parameters = [torch.rand(n << 18) for n in (8, 6, 2)]
 before, watch, kept = resident_bytes(), PeakWatch(), []
 for _ in range(20):
@@ -31,18 +31,18 @@ print(watch.nbytes - before)
 
 HOLES = """
 import torch
+from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.process_memory import PeakWatch, resident_bytes
 
-malloc = Malloc()
-malloc.keep_for_reuse()
+Malloc().keep_for_reuse()
 kept = []
 for _ in range(12):
     blocks = [torch.ones(1 << 20) for _ in range(4)]
     kept += [torch.ones(10) for _ in range(20)]
 del blocks
-malloc.map_large()
-malloc.plug_holes()
+pool = CpuPool()
+pool.serve()
 before, watch = resident_bytes(), PeakWatch()
 for _ in range(20):
     kept.append([torch.ones(1 << 20)[:1].clone() for _ in range(4)])
@@ -55,15 +55,14 @@ from pathlib import Path
 
 import torch
 
-from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.process_memory import PeakWatch, resident_bytes
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage import Storage, default_directory
 
-malloc = Malloc()
-malloc.map_large()
-malloc.plug_holes()
+pool = CpuPool()
+pool.serve()
 with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory:
     warm = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1 << 18))])
     warm.param_groups[0]["params"][0].grad = torch.zeros(1 << 18)

@@ -1,0 +1,167 @@
+// PyTorch's allocator for CPU tensors, the large ones from a pool that Python keeps.
+//
+// Compiled by Inductor's own toolchain, see cpu_allocator.py. Only threads that Python knows ask the
+// pool: another one, of OpenMP say, would have to wait for the interpreter's lock, which may be held
+// by who waits for that thread. Memory that is freed needs no lock of Python: it waits in a list.
+
+#include <Python.h>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+struct Block {
+  void* address;
+  size_t nbytes;
+};
+
+PyObject* take = nullptr;  // From bytes to an address, or None.
+std::atomic<bool> serves{false};
+size_t least_nbytes = 0, unit_nbytes = 1;
+c10::Allocator* torch_allocator = nullptr;
+
+// Never destroyed: tensors may be freed when the process ends.
+std::mutex& guard = *new std::mutex;
+std::unordered_map<void*, size_t>& taken = *new std::unordered_map<void*, size_t>;
+std::vector<Block>& returned = *new std::vector<Block>;
+
+// An exception cannot leave through PyTorch. What a signal's handler has raised (Ctrl-C) is raised
+// anew as soon as the interpreter runs Python again.
+PyObject* kept = nullptr;
+
+int raise_kept(void*) {
+  PyObject* const error = kept;
+  kept = nullptr;
+  if (!error) return 0;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
+  Py_DECREF(error);
+  return -1;
+}
+
+void keep_exception() {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  Py_XSETREF(kept, value);
+  Py_AddPendingCall(&raise_kept, nullptr);
+}
+
+void* ask(size_t nbytes) {
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  void* address = nullptr;
+  if (serves) {
+    PyObject* const called = Py_NewRef(take);  // it may be replaced meanwhile
+    PyObject* const found = PyObject_CallFunction(called, "n", static_cast<Py_ssize_t>(nbytes));
+    Py_DECREF(called);
+    if (!found) {
+      keep_exception();
+    } else if (found != Py_None) {
+      address = PyLong_AsVoidPtr(found);
+    }
+    Py_XDECREF(found);
+  }
+  PyErr_Restore(type, value, traceback);
+  PyGILState_Release(state);
+  return address;
+}
+
+void free_block(void* address) {
+  size_t nbytes = 0;
+  {
+    const std::lock_guard<std::mutex> lock(guard);
+    const auto found = taken.find(address);
+    if (found != taken.end()) {
+      nbytes = found->second;
+      taken.erase(found);
+      if (serves) {
+        returned.push_back({address, nbytes});
+        return;
+      }
+    }
+  }
+  if (nbytes) {
+    munmap(address, nbytes);
+  } else {
+    torch_allocator->raw_deleter()(address);
+  }
+}
+
+struct PoolAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (serves && nbytes >= least_nbytes && PyGILState_GetThisThreadState()) {
+      if (void* address = ask(nbytes)) {
+        const std::lock_guard<std::mutex> lock(guard);
+        taken[address] = (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes;
+        return {address, address, &free_block, c10::Device(c10::DeviceType::CPU)};
+      }
+    }
+    return torch_allocator->allocate(nbytes);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  void copy_data(void* target, const void* source, size_t nbytes) const override {
+    default_copy_data(target, source, nbytes);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Put this allocator in the place of PyTorch's, once; it does the same until it serves. What a pool
+// gives for tensors of `least` bytes and more is a multiple of `unit`. False if another one stays.
+bool install(size_t least, size_t unit) {
+  least_nbytes = least;
+  unit_nbytes = unit;
+  torch_allocator = c10::GetCPUAllocator();
+  auto* const allocator = new PoolAllocator;
+  c10::SetCPUAllocator(allocator, /*priority=*/1);
+  if (c10::GetCPUAllocator() != allocator) return false;
+  pthread_atfork(
+      [] { guard.lock(); },
+      [] { guard.unlock(); },
+      [] {
+        serves = false;  // the pool is the parent's
+        guard.unlock();
+      });
+  return true;
+}
+
+// From now on large tensors have their memory from `from`; None: from PyTorch.
+void serve(PyObject* from) {
+  serves = from != Py_None;
+  Py_INCREF(from);
+  Py_XSETREF(take, from);
+}
+
+// The block that was freed last, of those that are in the list; false if there is none.
+bool last_returned(Block* block) {
+  const std::lock_guard<std::mutex> lock(guard);
+  if (returned.empty()) return false;
+  *block = returned.back();
+  return true;
+}
+
+// It is where it belongs.
+void forget_returned(const Block* block) {
+  const std::lock_guard<std::mutex> lock(guard);
+  for (auto at = returned.rbegin(); at != returned.rend(); ++at) {
+    if (at->address == block->address) {
+      returned.erase(std::next(at).base());
+      return;
+    }
+  }
+}
+
+}  // extern "C"

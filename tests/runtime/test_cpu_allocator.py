@@ -1,0 +1,217 @@
+"""PyTorch's large CPU tensors have their memory from a pool, whatever makes and frees them."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from teraplan.errors import FallbackRefusedError
+from teraplan.hardware import Tier
+from teraplan.runtime import cpu_allocator, process_memory
+from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu_pool import CpuPool
+from teraplan.runtime.free_ranges import PageBlock
+from teraplan.runtime.storage import Storage, default_directory
+from teraplan.units import MIB
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
+
+@pytest.fixture
+def pool() -> Iterator[CpuPool]:
+    serving = CpuPool()
+    assert serving.serve() == ""
+    yield serving
+    serving.close()
+
+
+def test_kernels_of_pytorch_take_their_memory_from_the_pool(pool: CpuPool) -> None:
+    x = torch.randn(4, 16, 64, 64)
+    convolved = torch.nn.functional.conv2d(x, torch.randn(16, 16, 3, 3), padding=1)
+    assert pool.owns(x.data_ptr())
+    assert pool.owns(convolved.data_ptr())
+    assert not pool.owns(torch.empty(1000).data_ptr())
+    assert pool.in_use_bytes == x.nbytes + convolved.nbytes
+    del x, convolved
+    assert pool.in_use_bytes == 0
+    assert pool.waiting_bytes > 0
+
+
+def test_a_tensor_that_grows_keeps_its_bytes(pool: CpuPool) -> None:
+    tensor = torch.arange(MIB)
+    tensor.resize_(3 * MIB)
+    assert torch.equal(tensor[:MIB], torch.arange(MIB))
+    assert pool.in_use_bytes == tensor.nbytes
+
+
+def test_memory_comes_back_from_any_thread(pool: CpuPool) -> None:
+    held = [torch.ones(MIB) for _ in range(3)]
+    freeing = threading.Thread(target=held.clear)
+    freeing.start()
+    freeing.join()
+    assert pool.in_use_bytes == 0
+    assert pool.waiting_bytes == 12 * MIB
+
+
+_IN_ANOTHER_THREAD = """
+def ones(n: int) -> Tensor:
+    return torch.ones([n])
+
+def ones_of_another_thread(n: int) -> Tensor:
+    return torch.jit.wait(torch.jit.fork(ones, n))
+"""
+
+
+def test_a_thread_that_python_does_not_know_asks_the_heap(pool: CpuPool) -> None:
+    """It would wait for Python's lock, which may be held by who waits for it."""
+    unit = torch.jit.CompilationUnit(_IN_ANOTHER_THREAD)
+    tensor = unit.ones_of_another_thread(MIB)
+    assert bool((tensor == 1).all())
+    assert not pool.owns(tensor.data_ptr())
+    assert pool.in_use_bytes == 0
+
+
+def test_each_pool_gets_its_own_back(pool: CpuPool) -> None:
+    first = torch.ones(MIB)
+    other = CpuPool()
+    assert other.serve() == ""
+    second = torch.ones(2 * MIB)
+    assert (pool.in_use_bytes, other.in_use_bytes) == (4 * MIB, 8 * MIB)
+    del first, second
+    assert (pool.waiting_bytes, other.waiting_bytes) == (4 * MIB, 8 * MIB)
+    other.close()
+
+
+def test_after_a_pool_is_closed_its_tensors_live_on(pool: CpuPool) -> None:
+    before = process_memory.resident_bytes()
+    tensor = torch.full((16 * MIB,), 5.0)
+    pool.close()
+    assert not pool.owns(torch.ones(MIB).data_ptr())
+    assert bool((tensor == 5.0).all())
+    del tensor
+    assert process_memory.resident_bytes() - before < 32 * MIB
+
+
+class Interrupted(CpuPool):
+    """Ctrl-C, just when PyTorch asks for memory."""
+
+    def take(self, nbytes: int) -> int:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_is_raised_when_pytorch_has_returned() -> None:
+    interrupted = Interrupted()
+    assert interrupted.serve() == ""
+    with pytest.raises(KeyboardInterrupt):
+        torch.ones(MIB)
+    interrupted.close()
+    assert bool((torch.ones(MIB) == 1).all())
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt at the `at`-th line of the pool's code."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> "TraceFunction | None":
+        if not frame.f_code.co_filename.endswith(("cpu_allocator.py", "_pool.py", "ranges.py")):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def _empty(at: int) -> tuple[torch.Tensor, bool]:
+    """A tensor of 2 MiB, interrupted at the `at`-th line; whether there was such a line."""
+    interrupt = _Interrupt(at)
+    sys.settrace(interrupt)
+    try:
+        tensor = torch.empty(MIB // 2)
+    except KeyboardInterrupt:
+        tensor = torch.empty(MIB // 2)
+    finally:
+        sys.settrace(None)
+    return tensor, interrupt.left <= 0
+
+
+def test_after_an_interrupt_anywhere_the_pool_is_right(pool: CpuPool) -> None:
+    kept = {-k: torch.full((MIB // 2,), float(-k)) for k in range(6)}
+    came, at = True, 0
+    while came:
+        at += 1
+        del kept[at - 6]
+        kept[at], came = _empty(at)
+        kept[at].fill_(at)
+        for value, one in kept.items():
+            assert bool((one.numpy() == value).all()), f"after interrupt {at}: {value}"
+    assert 30 < at < 400
+    kept.clear()
+    assert pool.in_use_bytes <= at * 2 * MIB, "an interrupt may cost a block"
+
+
+class Nested(CpuPool):
+    """The interpreter may collect garbage, and run anything, while a block is being taken."""
+
+    def _take(self, nbytes: int) -> PageBlock:
+        self.inner = torch.ones(MIB)
+        return super()._take(nbytes)
+
+
+def test_a_tensor_made_while_a_block_is_taken_is_the_heap_s() -> None:
+    nested = Nested()
+    assert nested.serve() == ""
+    outer = torch.full((MIB,), 2.0)
+    assert nested.owns(outer.data_ptr())
+    assert not nested.owns(nested.inner.data_ptr())
+    assert bool((nested.inner == 1).all())
+    assert bool((outer == 2).all())
+    nested.close()
+
+
+def test_a_forked_process_has_its_own_memory(pool: CpuPool) -> None:
+    tensor = torch.full((MIB,), 3.0)
+    child = os.fork()
+    if child == 0:
+        own = torch.ones(MIB)
+        good = not pool.owns(own.data_ptr()) and bool((tensor == 3.0).all())
+        del own, tensor
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bool((tensor == 3.0).all())
+    assert pool.in_use_bytes == tensor.nbytes
+
+
+def _no_compiler(*_: object) -> None:
+    raise OSError("c++: command not found")
+
+
+def test_without_a_compiler_the_heap_is_a_fallback_with_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_allocator, "_allocator", None)
+    monkeypatch.setattr(cpu_allocator, "_failure", "")
+    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", _no_compiler)
+    storage = Storage.open([default_directory()], deadline_s=20.0)
+    with pytest.raises(FallbackRefusedError, match=r"heap.*c\+\+: command not found"):
+        CpuDevice(storage=storage, host_bytes=0, strict=True)
+    device = CpuDevice(storage=storage, host_bytes=0)
+    (fallback,) = device.fallbacks
+    assert "c++: command not found" in fallback
+    tensor = torch.arange(MIB)
+    assert not device.pool.owns(tensor.data_ptr())
+    copy = device.start_out(tensor.clone(), Tier.STORAGE, "t")
+    copy.wait_out()
+    memory, offset, _ = device.start_back(copy).wait()
+    again = torch.empty(0, dtype=torch.int64).set_(memory, offset // 8, (MIB,), (1,))
+    assert torch.equal(again, tensor)
+    copy.drop()
+    device.close()
