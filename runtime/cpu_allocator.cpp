@@ -1,8 +1,11 @@
 // PyTorch's allocator for CPU tensors, the large ones from a pool that Python keeps.
 //
-// Compiled by Inductor's own toolchain, see cpu_allocator.py. Only threads that Python knows ask the
-// pool: another one, of OpenMP say, would have to wait for the interpreter's lock, which may be held
-// by who waits for that thread. Memory that is freed needs no lock of Python: it waits in a list.
+//     freed -> the list -> the next tensor of just this size
+//                       -> the pool takes it back, joins it with what is free beside it
+//
+// Compiled by Inductor's own toolchain, see cpu_allocator.py. What the list has needs no lock of
+// Python. Only threads that Python knows ask the pool: another one, of OpenMP say, would have to
+// wait for the interpreter's lock, which may be held by who waits for that thread.
 
 #include <Python.h>
 
@@ -32,6 +35,8 @@ c10::Allocator* torch_allocator = nullptr;
 std::mutex& guard = *new std::mutex;
 std::unordered_map<void*, size_t>& taken = *new std::unordered_map<void*, size_t>;
 std::vector<Block>& returned = *new std::vector<Block>;
+size_t returned_nbytes = 0;
+Block in_hand{nullptr, 0};  // On its way from the list to its pool.
 
 // An exception cannot leave through PyTorch. What a signal's handler has raised (Ctrl-C) is raised
 // anew as soon as the interpreter runs Python again.
@@ -54,6 +59,21 @@ void keep_exception() {
   Py_XDECREF(traceback);
   Py_XSETREF(kept, value);
   Py_AddPendingCall(&raise_kept, nullptr);
+}
+
+// A block of `nbytes` that has been freed, the last one: it is the warmest.
+void* reuse(size_t nbytes) {
+  const std::lock_guard<std::mutex> lock(guard);
+  for (auto at = returned.rbegin(); at != returned.rend(); ++at) {
+    if (at->nbytes == nbytes) {
+      void* const address = at->address;
+      returned.erase(std::next(at).base());
+      returned_nbytes -= nbytes;
+      taken[address] = nbytes;
+      return address;
+    }
+  }
+  return nullptr;
 }
 
 void* ask(size_t nbytes) {
@@ -87,6 +107,7 @@ void free_block(void* address) {
       taken.erase(found);
       if (serves) {
         returned.push_back({address, nbytes});
+        returned_nbytes += nbytes;
         return;
       }
     }
@@ -98,16 +119,23 @@ void free_block(void* address) {
   }
 }
 
+void* from_pool(size_t nbytes) {
+  nbytes = (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes;
+  void* address = reuse(nbytes);
+  if (!address && PyGILState_GetThisThreadState()) {
+    if ((address = ask(nbytes))) {
+      const std::lock_guard<std::mutex> lock(guard);
+      taken[address] = nbytes;
+    }
+  }
+  return address;
+}
+
 struct PoolAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
-    if (serves && nbytes >= least_nbytes && PyGILState_GetThisThreadState()) {
-      if (void* address = ask(nbytes)) {
-        const std::lock_guard<std::mutex> lock(guard);
-        taken[address] = (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes;
-        return {address, address, &free_block, c10::Device(c10::DeviceType::CPU)};
-      }
-    }
-    return torch_allocator->allocate(nbytes);
+    void* const address = serves && nbytes >= least_nbytes ? from_pool(nbytes) : nullptr;
+    if (!address) return torch_allocator->allocate(nbytes);
+    return {address, address, &free_block, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* target, const void* source, size_t nbytes) const override {
@@ -145,23 +173,27 @@ void serve(PyObject* from) {
   Py_XSETREF(take, from);
 }
 
-// The block that was freed last, of those that are in the list; false if there is none.
+// A block of the list, which from now on is in the caller's hand; false if there is none. What has
+// been left there comes again.
 bool last_returned(Block* block) {
   const std::lock_guard<std::mutex> lock(guard);
-  if (returned.empty()) return false;
-  *block = returned.back();
-  return true;
+  if (!in_hand.address && !returned.empty()) {
+    in_hand = returned.back();
+    returned.pop_back();
+  }
+  *block = in_hand;
+  return in_hand.address;
 }
 
 // It is where it belongs.
 void forget_returned(const Block* block) {
   const std::lock_guard<std::mutex> lock(guard);
-  for (auto at = returned.rbegin(); at != returned.rend(); ++at) {
-    if (at->address == block->address) {
-      returned.erase(std::next(at).base());
-      return;
-    }
-  }
+  if (in_hand.address != block->address) return;
+  returned_nbytes -= in_hand.nbytes;
+  in_hand = {nullptr, 0};
 }
+
+// Of the list, and of what is in the caller's hand.
+size_t num_returned_bytes() { return returned_nbytes; }
 
 }  // extern "C"

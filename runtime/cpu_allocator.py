@@ -30,7 +30,11 @@ lock = threading.Lock()
 
 
 class Pool(Protocol):
-    """Where memory comes from. Both are called with `lock` held."""
+    """Where memory comes from. Both are called with `lock` held.
+
+    What is freed is used again for a tensor of the same size without asking; it comes back when
+    the pool wants it (`take_back_now`), or somebody asks how much there is.
+    """
 
     def take(self, nbytes: int) -> int:
         """Address of a block for so many bytes, in whole units; 0 if there is none to be had."""
@@ -57,6 +61,7 @@ class _Allocator:
         self._library.install.restype = self._library.last_returned.restype = ctypes.c_bool
         self._library.serve.argtypes = (ctypes.py_object,)
         self._library.serve.restype = self._library.forget_returned.restype = None
+        self._library.num_returned_bytes.restype = ctypes.c_size_t
         self._returned = _Block()
         self._owners: dict[int, Pool] = {}
         self.pool: Pool | None = None
@@ -91,6 +96,10 @@ class _Allocator:
                 self._library.forget_returned(ctypes.byref(block))
                 pages.release(block.address, block.nbytes)
 
+    @property
+    def num_returned_bytes(self) -> int:
+        return int(self._library.num_returned_bytes())
+
     def _take(self, nbytes: int) -> int | None:
         """Called by PyTorch."""
         found: list[int] = []
@@ -101,7 +110,6 @@ class _Allocator:
         pool = self.pool
         if pool is None:
             return 0
-        self.take_back()
         address = pool.take(nbytes)
         if address:
             self._owners[address] = pool
@@ -146,5 +154,17 @@ def stop(pool: Pool) -> None:
 
 def take_back() -> None:
     """Give what has been freed to the pools that it is from, unless one is at work."""
-    if _allocator is not None:
+    if num_returned_bytes():
+        assert _allocator is not None
         if_free(lock, _allocator.take_back)
+
+
+def take_back_now() -> None:
+    """The same for a pool at work, which has the lock."""
+    if _allocator is not None:
+        _allocator.take_back()
+
+
+def num_returned_bytes() -> int:
+    """Of what has been freed and has not come back to its pool."""
+    return _allocator.num_returned_bytes if _allocator is not None else 0

