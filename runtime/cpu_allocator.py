@@ -63,6 +63,8 @@ class _Allocator:
         self._library.serve.restype = self._library.forget_returned.restype = None
         self._library.num_returned_bytes.restype = ctypes.c_size_t
         self._returned = _Block()
+        self._interrupted = False
+        """What is in the library's hand may be where it belongs already."""
         self._owners: dict[int, Pool] = {}
         self.pool: Pool | None = None
         if not self._library.install(MIN_BLOCK_BYTES, UNIT_BYTES):
@@ -83,9 +85,10 @@ class _Allocator:
     def take_back(self) -> None:
         """Give each block that has been freed to its pool, with `lock` held.
 
-        An interrupt may come anywhere: then the block is given once more, to no effect.
+        An interrupt may come anywhere: then the block is given once more, to no effect, before
+        anything else can have it.
         """
-        block = self._returned
+        block, self._interrupted = self._returned, True
         while self._library.last_returned(ctypes.byref(block)):
             owner = self._owners.get(block.address)
             if owner is not None:
@@ -95,6 +98,7 @@ class _Allocator:
             else:
                 self._library.forget_returned(ctypes.byref(block))
                 pages.release(block.address, block.nbytes)
+        self._interrupted = False
 
     @property
     def num_returned_bytes(self) -> int:
@@ -110,6 +114,8 @@ class _Allocator:
         pool = self.pool
         if pool is None:
             return 0
+        if self._interrupted:
+            self.take_back()
         address = pool.take(nbytes)
         if address:
             self._owners[address] = pool

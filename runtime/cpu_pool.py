@@ -140,7 +140,7 @@ class CpuPool:
         self._most_bytes = max(self._most_bytes, in_use_bytes)
         if block is None:
             beyond = in_use_bytes + self._waiting.nbytes - self._most_bytes
-            beyond -= self.slack_bytes + _X
+            beyond -= self.slack_bytes
             if self.room_bytes is not None:
                 beyond = max(beyond, nbytes - self.room_bytes)
             block = self._new_block(nbytes, beyond)
@@ -162,8 +162,6 @@ class CpuPool:
         self._waiting.shrink(_aligned(nbytes))
 
 
-import os
-_X = int(os.environ.get("TPX","0")) << 20
 _shared = CpuPool()
 _users: weakref.WeakSet[object] = weakref.WeakSet()
 

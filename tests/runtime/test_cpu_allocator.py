@@ -1,5 +1,6 @@
 """PyTorch's large CPU tensors have their memory from a pool, whatever makes and frees them."""
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -157,6 +158,28 @@ def test_after_an_interrupt_anywhere_the_pool_is_right(pool: CpuPool) -> None:
     assert 30 < at < 400
     kept.clear()
     assert pool.in_use_bytes <= at * 3 * MIB, "an interrupt may cost a block"
+
+
+def test_after_an_interrupt_no_block_is_given_to_two_tensors(pool: CpuPool) -> None:
+    """What comes back when an interrupt comes serves the next tensor, and comes back once."""
+    came, at = True, 0
+    while came:
+        at += 1
+        freed = torch.empty(MIB + at * (16 << 10))
+        num = freed.numel()
+        del freed
+        interrupt = _Interrupt(at)
+        sys.settrace(interrupt)
+        with contextlib.suppress(KeyboardInterrupt):
+            assert pool.waiting_bytes > 0
+        sys.settrace(None)
+        came = interrupt.left <= 0
+        first = torch.full((num,), 1.0)
+        assert pool.in_use_bytes >= first.nbytes
+        second = torch.full((num,), 2.0)
+        assert bool((first.numpy() == 1).all()), f"after interrupt {at}"
+        del first, second
+    assert 10 < at < 400
 
 
 class Counted(CpuPool):
