@@ -75,12 +75,7 @@ class StateArena:
         with self.lock:
             self._settle()
             block = Block(
-                key=key,
-                what=what,
-                shape=shape,
-                dtype=dtype,
-                address=self._pages(size),
-                nbytes=size,
+                key=key, what=what, shape=shape, dtype=dtype, address=self._pages(size), nbytes=size
             )
             self.blocks[block], self.sizes[key] = None, size
             self._alive[key] += 1
@@ -115,6 +110,12 @@ class StateArena:
         """So much of what was reserved is free again."""
         with self.lock:
             self.memory.count(-nbytes)
+
+    def close(self) -> None:
+        """Keep no memory for later: what a tensor has is unmapped when it ends."""
+        self.make_room, self.limit_bytes = None, 0  # so nothing waits from now on
+        self.memory.shrink_to(0)
+        self._tenants.close(self._forget_ended)
 
     @property
     def total_bytes(self) -> int:

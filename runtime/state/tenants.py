@@ -1,11 +1,14 @@
 """Which tensors are in which block: one of its own, or several that share it (`chunks`)."""
 
+import sys
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
+from teraplan.runtime.locks import if_free
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.lease import span_nbytes, tensor_at
 
@@ -17,6 +20,9 @@ class Tenants:
         self._block_at: dict[int, Block] = {}
         """By address of a tensor's memory."""
         self._ended: deque[tuple[Block, int]] = deque()
+        self._release: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        """Held while `_release` runs."""
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block of a tensor that is in one, None for any other."""
@@ -27,8 +33,24 @@ class Tenants:
         address = block.address + offset
         self._block_at[address] = block
         block.num_tensors += 1
-        ended = partial(self._ended.append, (block, address))
+        ended = partial(self._end, block, address)
         return tensor_at(address, span_nbytes(like), like, ended)
+
+    def close(self, release: Callable[[], None]) -> None:
+        """Nobody will ask what is `emptied`: `release` does now, and whenever a tensor ends."""
+        self._release = release
+        if_free(self._lock, release)
+        self._release_ended()
+
+    def _end(self, block: Block, address: int) -> None:
+        """A tensor's memory is nobody's. Called in any thread, also in the middle of anything."""
+        self._ended.append((block, address))
+        self._release_ended()
+
+    def _release_ended(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        while self._release and self._ended and not at_exit():
+            if not if_free(self._lock, self._release):
+                return
 
     def emptied(self) -> Iterator[Block]:
         """The blocks whose last tensor has ended since the last call."""

@@ -361,6 +361,7 @@ class TrainingState:
         self.closed = True
         self._chunks.close()
         self._trimmer.close()
+        self.arena.close()
 
 
 _GRADIENTS: Sort = (TensorKind.GRADIENT, False)

@@ -1,6 +1,7 @@
 """Parameters, gradients and optimizer state under a budget that they do not fit: equal bits."""
 
 import copy
+import gc
 import io
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.end_to_end.moving import (
     budget_beside_others,
     check,
     model,
+    moving,
     run_moving,
     states,
     training,
@@ -310,12 +312,16 @@ def test_tensors_stay_readable_when_everything_is_over() -> None:
         kept.extend(p.detach() for p in net.parameters())
 
     run_moving(keeping)
-    expected = [k.clone() for k in kept]
+    expected, arena = [k.clone() for k in kept], moving().arena
     for session in sessions():
         session.close()
     torch._dynamo.reset()
-    for one, its in zip(kept, expected, strict=True):
-        assert torch.equal(one, its)
+    gc.collect()
+    assert all(map(torch.equal, kept, expected))
+    assert len(arena.blocks) == DEPTH, "the weights, and nothing of the optimizer"
+    kept.clear()
+    assert not arena.blocks, "their memory goes with them"
+    assert arena.held_bytes == 0
 
 
 def test_where_it_is_not_implemented_it_stays_and_says_so(

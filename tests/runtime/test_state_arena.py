@@ -3,8 +3,10 @@
 import gc
 import mmap
 import os
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,3 +182,31 @@ def test_timeline_knows_the_step_before() -> None:
     assert timeline.next_use(B) == 2, "in the next step"
     assert list(timeline.ahead()) == [A, A, B, C]
     assert list(timeline.ahead(3)) == [A, A, B]
+
+
+def _mapped(address: int) -> bool:
+    starts = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().split("\n")[:-1]
+    )
+    return any(int(start, 16) <= address < int(end, 16) for start, end in starts)
+
+
+def test_what_ends_after_the_end_is_unmapped_then(arena: StateArena) -> None:
+    tensors = [filled(arena, number) for number in range(8)]
+    places = {block.place for _, block in tensors}
+    assert places == {Place.MEMORY, Place.STORAGE}
+    addresses = [block.address for _, block in tensors]
+    early = tensors.pop()[1].address
+    assert _mapped(early), "nobody has asked yet"
+    arena.close()
+    assert not _mapped(early)
+    for number, (tensor, _) in enumerate(tensors):
+        assert torch.equal(tensor, torch.full_like(tensor, float(number)))
+    assert all(map(_mapped, addresses[:-1]))
+    thread = threading.Thread(target=tensors.clear)
+    del tensor
+    thread.start()
+    thread.join()
+    assert not any(map(_mapped, addresses))
+    assert arena.held_bytes == 0
+    assert not arena.blocks
