@@ -35,7 +35,7 @@ c10::Allocator* torch_allocator = nullptr;
 std::mutex& guard = *new std::mutex;
 std::unordered_map<void*, size_t>& taken = *new std::unordered_map<void*, size_t>;
 std::vector<Block>& returned = *new std::vector<Block>;
-size_t returned_nbytes = 0;
+std::atomic<size_t> returned_nbytes{0};  // Of the list, and of what is in hand.
 Block in_hand{nullptr, 0};  // On its way from the list to its pool.
 
 // An exception cannot leave through PyTorch. What a signal's handler has raised (Ctrl-C) is raised
