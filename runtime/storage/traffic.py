@@ -6,7 +6,7 @@
 One lock guards all of it; it is held for instants only. A worker never waits for another transfer:
 a read of a record whose write has not ended is kept with the record and joins the queues when the
 write ends, so no order of calls can dead-lock. A chunk that one store cannot write goes to another:
-its bytes are in memory until its transfer is done.
+its bytes are in memory until its transfer is done (`balance`).
 """
 
 import threading
@@ -17,16 +17,15 @@ from time import perf_counter_ns
 from teraplan.errors import DeadlineError, StorageError
 from teraplan.run_record import Direction
 from teraplan.runtime.locks import if_free
+from teraplan.runtime.storage.balance import Balance
 from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory
-from teraplan.runtime.storage.placement import place, place_one
+from teraplan.runtime.storage.placement import place
 from teraplan.runtime.storage.store import Store, Workers
-from teraplan.runtime.storage.transfers import CHUNK_BYTES, Chunk, Record, Transfer
+from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
 
 After = Callable[[], object] | None
 """Called by a worker before it touches the memory."""
-_WORTH_TAKING = 1.5
-"""A queued write goes to an idle store that needs less time for it by this factor."""
 
 
 class Traffic:
@@ -59,6 +58,7 @@ class Traffic:
             )
             for index, one in enumerate(opened)
         )
+        self._balance = Balance(self.stores)
         for store in self.stores:  # not earlier: workers look at each other's queues
             store.start()
 
@@ -157,7 +157,7 @@ class Traffic:
                 last_ns = max(began_ns, self._progress_ns(transfer))
                 idle_s = (perf_counter_ns() - last_ns) / 1e9
                 if idle_s >= deadline_s / 2:
-                    self._leave_stuck_stores(deadline_s, idle_s)
+                    self._balance.leave_stuck_stores(deadline_s, idle_s)
                 if idle_s >= deadline_s:
                     raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
                 half_s = deadline_s / 2 - idle_s
@@ -195,7 +195,7 @@ class Traffic:
         transfer = chunk.transfer
         with self.lock:
             store.count(worker, chunk, error)
-            if chunk.abandoned or (error is not None and self._try_elsewhere(chunk)):
+            if chunk.abandoned or (error is not None and self._balance.try_elsewhere(chunk)):
                 chunk.owner = None
                 return
             transfer.num_chunks_left -= 1
@@ -213,35 +213,12 @@ class Traffic:
             self._free_dropped()
 
     def find_work(self, store: Store) -> None:
-        """Nothing is queued in `store`: it takes a write that would wait longer elsewhere."""
-        if len(self.stores) == 1 or store.why_retired is not None or self._closed_because:
-            return
-        now_ns = perf_counter_ns()
-        others = [one for one in self.stores if one is not store]
-        busiest = max(others, key=lambda one: one.finish_ns(0, now_ns))
-        if busiest.finish_ns(0, now_ns) < _WORTH_TAKING * store.finish_ns(CHUNK_BYTES, now_ns):
-            return
-        chunk = busiest.give_last_write()
-        if chunk is not None and not self._write_in(chunk, [store], chunk.failed_in):
-            chunk.taken = False
-            busiest.add(chunk.transfer, [chunk])
+        """Nothing is queued in `store`. With the lock held."""
+        self._balance.find_work(store)
 
     def pass_on(self, store: Store, chunk: Chunk) -> bool:
-        """Whether another store has taken `chunk`, being sooner done. With the lock held.
-
-        Else the last chunks of a slow store would hold up everything.
-        """
-        if len(self.stores) == 1 or chunk.was_moved:
-            return False
-        now_ns, nbytes = perf_counter_ns(), chunk.nbytes
-        others = [one for one in self.stores if one is not store and one.why_retired is None]
-        best = min(others, key=lambda one: one.finish_ns(nbytes, now_ns), default=store)
-        if best.finish_ns(nbytes, now_ns) >= store.duration_ns(nbytes):
-            return False
-        if not self._write_in(chunk, [best], chunk.failed_in):
-            return False
-        store.pending_bytes -= nbytes
-        return True
+        """Whether another store has taken `chunk`. With the lock held."""
+        return self._balance.pass_on(store, chunk)
 
     def worker_died(self, store: Store, error: BaseException) -> None:
         """A worker met a bug; what it had taken will not end."""
@@ -317,48 +294,6 @@ class Traffic:
         write = transfer.record.write if transfer.record is not None else transfer
         return max(transfer.progress_ns, write.progress_ns)
 
-    def _try_elsewhere(self, chunk: Chunk) -> bool:
-        """Queues the write of `chunk` in a store that has not failed it; False if there is none."""
-        failed_in = chunk.failed_in | {chunk.place.store}
-        others = [store for store in self.stores if store.index not in failed_in]
-        if not others or chunk.transfer.error or self._closed_because:
-            return False
-        return self._write_in(chunk, others, failed_in)
-
-    def _write_in(self, chunk: Chunk, others: Sequence[Store], failed_in: frozenset[int]) -> bool:
-        """Queues the write of `chunk` in one of the others, False if it is none or none can."""
-        transfer, record = chunk.transfer, chunk.record
-        if transfer.direction is not Direction.OUT:
-            return False
-        try:
-            where = place_one(record, chunk.nbytes, others, transfer.label)
-        except StorageError:
-            return False
-        record.places[chunk.index] = where
-        self.stores[where.store].add(transfer, [chunk.moved(where, failed_in)])
-        return True
-
-    def _leave_stuck_stores(self, deadline_s: float, idle_s: float) -> None:
-        """Retires stores in which a chunk takes too long, and writes elsewhere.
-
-        The last store that works may take all of the deadline, others half of it.
-        """
-        before_ns = perf_counter_ns() - int(deadline_s / 2 * 1e9)
-        for store in self.stores:
-            stuck = [c for c in store.running.values() if c.start_ns <= before_ns]
-            others = sum(one.why_retired is None for one in self.stores if one is not store)
-            if not stuck or (not others and idle_s < deadline_s):
-                continue
-            store.retire(f"an operation takes longer than {idle_s:.3g} s", until_it_moves=True)
-            for chunk in stuck:
-                # Its worker may still read the memory, so the memory has to stay.
-                if not chunk.abandoned and self._try_elsewhere(chunk):
-                    chunk.abandoned, chunk.owner = True, chunk.transfer.owner
-            for chunk in store.empty_queue():
-                if not self._try_elsewhere(chunk):
-                    chunk.taken = False
-                    store.add(chunk.transfer, [chunk])
-
     def _free_dropped(self) -> None:
         while self._drops:
             record = self._drops[0]
@@ -397,6 +332,7 @@ class Traffic:
             if self._closed_because is not None:
                 return
             self._closed_because = why
+            self._balance.is_open = False
             for store in self.stores:
                 for chunk in store.empty_queue():
                     transfer = chunk.transfer
