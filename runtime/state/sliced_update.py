@@ -62,12 +62,19 @@ class Cut:
     whole: Optimizer
     last: Mapping[torch.Tensor, torch.Tensor]
     """Last slices, by parameter: numbers in the state of one are those of its parameter."""
+    uncut: Sequence[torch.Tensor]
+    """Parameters that are stepped as they are; the step may make their state."""
 
     def join(self) -> None:
         """After the step: let the whole one have all that it has changed."""
         state, of_slices = self.whole.state, self.optimizer.state
         take_over(self.whole, self.optimizer)
         self.whole.state = state
+        for parameter in self.uncut:
+            if parameter in of_slices:
+                state[parameter] = of_slices[parameter]
+            else:
+                state.pop(parameter, None)
         for parameter, piece in self.last.items():
             for name, value in of_slices[piece].items():
                 own = state[parameter][name]
@@ -98,17 +105,19 @@ def cut_up(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return None
     missing = missing_bytes(optimizer)
     made, last = _empty(optimizer), dict[torch.Tensor, torch.Tensor]()
+    uncut: list[torch.Tensor] = []
     for group, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
         for p in theirs["params"]:
             may_be = not missing.get(id(p)) and _may_be_cut(p, optimizer.state.get(p, {}), theirs)
             if not (may_be and _is_exact(optimizer, theirs, p, args, kwargs)):
                 group["params"].append(p)
+                uncut.append(p)
                 if p in optimizer.state:
                     made.state[p] = optimizer.state[p]
                 continue
             _put_slices(made, group, p, optimizer.state.get(p, {}), _num_elements(p))
             last[p] = group["params"][-1]
-    return Cut(optimizer=made, whole=optimizer, last=last) if last else None
+    return Cut(optimizer=made, whole=optimizer, last=last, uncut=uncut) if last else None
 
 
 def _empty(optimizer: Optimizer) -> Optimizer:

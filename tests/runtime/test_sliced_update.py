@@ -120,6 +120,23 @@ def test_the_bits_of_a_plain_step(name: str) -> None:
     assert all(sliced_update._exact.values())
 
 
+def test_state_that_the_step_makes_beside_slices_lasts() -> None:
+    """A parameter whose first gradient comes later than those of others in its bucket."""
+    plain_ps, ps = parameters(), parameters()
+    for late, sliced in ((plain_ps, False), (ps, True)):
+        optimizer = SLICED["adamw"](late)
+        for seed in range(5):
+            set_gradients(late, seed)
+            if seed < 2:
+                late[0].grad = late[2].grad = None
+            if sliced and seed:
+                step_whole_stand_in(optimizer)
+            else:
+                optimizer.step()
+        assert all(optimizer.state[p]["step"] == 5 - 2 * (k in (0, 2)) for k, p in enumerate(late))
+    require_equal(list(ps), list(plain_ps))
+
+
 def test_bfloat16() -> None:
     plain_ps, ps = parameters(torch.bfloat16), parameters(torch.bfloat16)
     after_steps(SLICED["adamw"], plain_ps, sliced=False)
