@@ -4,7 +4,7 @@ import ctypes
 
 from teraplan.errors import IntegrityError
 from teraplan.runtime import pages
-from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.block import Block, Place
 from teraplan.runtime.storage.memory import digest
 from teraplan.units import format_nbytes
 
@@ -12,6 +12,14 @@ from teraplan.units import format_nbytes
 def is_as_written(block: Block) -> bool:
     """True if a block in memory has the bytes that its record got."""
     return digest(block.address, block.nbytes) == block.digest
+
+
+def is_as_it_left(block: Block) -> bool:
+    """True if a block is away, and nothing has touched its address since it left."""
+    if block.place is Place.MEMORY:
+        return False
+    touched = pages.touched_bytes(block.address, block.nbytes)
+    return not touched and not block.touched  # in this order: the trimmer may come in between
 
 
 def check_landed(block: Block) -> None:

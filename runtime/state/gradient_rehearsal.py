@@ -2,12 +2,15 @@
 
     settle      what a graph has computed        is all of the gradient
     arrived     p.grad after the backward        nobody has added to it
-    end         p.grad, p, param_groups before   nobody has changed them since
-                the optimizer's own step
+    end         p.grad, p, its state and         nobody has changed them since
+                param_groups before the
+                optimizer's own step
 
-Bytes are compared by digests, so whoever changes something is seen, however it is done.
+Bytes are compared by digests, so whoever changes something is seen, however it is done. Who writes
+to gradients what was there, as clipping does below its limit, is seen by their counters.
 """
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +18,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from teraplan.runtime.state.arena import StateArena
+from teraplan.runtime.state.bits import Bits, StateBits, digest_of
 from teraplan.runtime.state.movable import is_movable
 from teraplan.runtime.state.stand_in import Values, equal, values_beside_state
-from teraplan.runtime.storage.memory import digest
 
 Optimizer = torch.optim.Optimizer
 
@@ -33,14 +37,19 @@ class _Seen:
 
     settled: list[int] = field(default_factory=list[int])
     arrived: list[int] = field(default_factory=list[int])
-    value: int = 0
-    """Digest of the parameter when its gradient arrived."""
+    version: int = -1
+    """Of the gradient when it arrived, as torch counts writes."""
+    value: Bits | None = None
+    """The parameter when its gradient arrived."""
+    state: StateBits | None = None
+    """Its optimizer state then."""
 
 
 class Rehearsal:
     """One step; `reason` says why not, as soon as it is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: StateArena) -> None:
+        self._arena = arena
         self.reason = ""
         self._values: Values | None = None
         self._seen = WeakIdKeyDictionary()
@@ -58,7 +67,7 @@ class Rehearsal:
         """A graph has computed a gradient."""
         if parameter.grad is not None:
             self.refuse(_ADDED)
-        self._of(parameter).settled.append(_digest(as_gradient_of(parameter, gradient)))
+        self._of(parameter).settled.append(digest_of(as_gradient_of(parameter, gradient)))
 
     def arrived(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """The backward has given the parameter its gradient."""
@@ -66,8 +75,10 @@ class Rehearsal:
             self._values = values_beside_state(optimizer)
         seen = self._of(parameter)
         if parameter.grad is not None and is_movable(parameter.grad):
-            seen.arrived.append(_digest(parameter.grad))
-            seen.value = _digest(parameter)
+            seen.arrived.append(digest_of(parameter.grad))
+            seen.version = parameter.grad._version
+            seen.value = Bits.of(parameter)
+            seen.state = StateBits.of(optimizer.state.get(parameter, {}))
 
     def end(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -86,7 +97,7 @@ class Rehearsal:
             yield "its step runs under autocast"
         if any(group.get("differentiable") for group in optimizer.param_groups):
             yield "it is differentiable"
-        if getattr(optimizer, "grad_scale", None) is not None:
+        if getattr(optimizer, "grad_scale", None) is not None or _is_unscaled(optimizer):
             yield "a GradScaler is used"
         if self._values is not None and not equal(self._values, values_beside_state(optimizer)):
             yield f"param_groups, such as the learning rate, are changed {BETWEEN}"
@@ -96,10 +107,13 @@ class Rehearsal:
                 yield _ADDED
             if seen.arrived and (parameter.grad is None or not is_movable(parameter.grad)):
                 yield f"gradients are dropped or replaced {BETWEEN}"
-            elif seen.arrived and _digest(parameter.grad) != seen.arrived[-1]:
+            elif seen.arrived and _is_written(parameter.grad, seen):
                 yield f"gradients are changed {BETWEEN} (clipping, GradScaler, a hook)"
-            if seen.arrived and _digest(parameter) != seen.value:
+            if seen.value is not None and not seen.value.are_those_of(parameter, self._arena):
                 yield f"parameters are changed {BETWEEN}"
+            state = optimizer.state.get(parameter, {})
+            if seen.state is not None and not seen.state.are_those_of(state, self._arena):
+                yield f"optimizer state is changed {BETWEEN}"
 
     def _of(self, parameter: torch.Tensor) -> _Seen:
         if parameter not in self._seen:
@@ -121,5 +135,13 @@ def as_gradient_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
 
 
-def _digest(tensor: torch.Tensor) -> int:
-    return digest(tensor.data_ptr(), tensor.nbytes)
+def _is_unscaled(optimizer: Optimizer) -> bool:
+    """True if a GradScaler has looked at its gradients; with a scale of 1 it writes nothing."""
+    scalers = [item for item in gc.get_objects() if issubclass(type(item), torch.amp.GradScaler)]
+    found = [getattr(scaler, "_per_optimizer_states", {}) for scaler in scalers]
+    return any(s[id(optimizer)]["found_inf_per_device"] for s in found if id(optimizer) in s)
+
+
+def _is_written(gradient: torch.Tensor, seen: _Seen) -> bool:
+    """True if somebody has written to it, be it what was there."""
+    return gradient._version != seen.version or digest_of(gradient) != seen.arrived[-1]

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from teraplan.errors import GradientGoneError, UnsupportedError
 from teraplan.runtime.census import STATES_OF_UNKNOWN, states_to_come
 from teraplan.runtime.state import attachment
+from teraplan.runtime.state.bits import Bits, StateBits
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.gradient_rehearsal import (
     BETWEEN,
@@ -50,6 +51,8 @@ class _Update:
     version: int = -1
     taken: torch.Tensor | None = None
     """What autograd has made of what stands for the gradient."""
+    left: tuple[Bits, StateBits] | None = None
+    """The parameter and its optimizer state as the update has left them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +61,7 @@ class _Watch:
 
     optimizer: "weakref.ref[Optimizer]"
     name: str
-    rehearsal: Rehearsal | None = field(default_factory=Rehearsal)
+    rehearsal: Rehearsal | None
     """Until it has been seen to the end."""
     patience: int = _PATIENCE
     refusal: str = ""
@@ -155,7 +158,11 @@ class GradientUpdates:
             watch.rehearsal.settle(parameter, gradient)
             return None
         if _address(parameter) in self._done:
-            raise _too_early(block, "there is a second backward before the optimizer's step")
+            raise _too_early(
+                block,
+                f"it gets another gradient {BETWEEN}: there is a second backward, "
+                "or a graph uses it once more than in the steps before",
+            )
         optimizer = watch.optimizer()
         if optimizer is None or not self._may_update(watch, optimizer, parameter, gradient):
             return None
@@ -203,7 +210,7 @@ class GradientUpdates:
         if watch.rehearsal is not None and watch.rehearsal.has_begun:
             for parameter in watch.rehearsal.end(optimizer, args, kwargs):
                 watch.eligible[parameter] = True
-        for problem in _problems(watch, optimizer, args, kwargs):
+        for problem in self._problems(watch, optimizer, args, kwargs):
             raise GradientGoneError(
                 f"{problem}, and {len(watch.updates)} parameters have been updated without that: "
                 'update is "gradient". Set it to "step", and load a checkpoint'
@@ -217,7 +224,8 @@ class GradientUpdates:
         """The step is over."""
         watch = self._watches.get(optimizer)
         if watch is None:
-            watch = _Watch(weakref.ref(optimizer), type(optimizer).__name__)
+            rehearsal = Rehearsal(self._state.arena)
+            watch = _Watch(weakref.ref(optimizer), type(optimizer).__name__, rehearsal)
             self._watches[optimizer] = watch
         elif watch.rehearsal is not None and watch.rehearsal.has_begun:
             watch.refusal = watch.refusal or watch.rehearsal.reason
@@ -288,7 +296,7 @@ class GradientUpdates:
         gradient: torch.Tensor,
     ) -> None:
         made = stand_in(optimizer, {id(parameter)})
-        watch.updates[id(parameter)] = _Update(parameter)
+        watch.updates[id(parameter)] = update = _Update(parameter)
         random = torch.get_rng_state()
         parameter.grad = as_gradient_of(parameter, gradient)
         temporary_bytes = TEMPORARIES * parameter.nbytes
@@ -300,6 +308,8 @@ class GradientUpdates:
                 torch.autocast(device_type="cpu", enabled=False),
             ):
                 step_in_slices(made, (), {})
+                state = StateBits.of(optimizer.state.get(parameter, {}))
+                update.left = Bits.of(parameter), state
         finally:
             parameter.grad = None
             self._state.end_expecting()
@@ -314,28 +324,38 @@ class GradientUpdates:
             )
         watch.left = left
 
+    def _problems(
+        self, watch: _Watch, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[str]:
+        """Why what was updated in the backward should have been updated in another way."""
+        if not watch.updates:
+            return
+        if is_given_more(args, kwargs):
+            yield "the optimizer's step is given arguments that are no closure"
+        if watch.values is not None and not equal(watch.values, values_beside_state(optimizer)):
+            yield f"param_groups, such as the learning rate, have changed {BETWEEN}"
+        if torch.is_autocast_enabled("cpu"):
+            yield "the optimizer's step runs under autocast"
+        members = {id(p) for p in parameters_of(optimizer)}
+        for update in watch.updates.values():
+            shape = "x".join(map(str, update.parameter.shape))
+            if update.taken is None or update.parameter.grad is not update.taken:
+                yield f"the gradient of a parameter ({shape}) was dropped or replaced {BETWEEN}"
+            if id(update.parameter) not in members:
+                yield f"a parameter ({shape}) was taken from the optimizer {BETWEEN}"
+            for what in self._changed(update, optimizer):
+                yield f"{what} ({shape}) was changed {BETWEEN}"
 
-def _problems(
-    watch: _Watch, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[str]:
-    """Why what was updated in the backward should have been updated in another way."""
-    if not watch.updates:
-        return
-    if is_given_more(args, kwargs):
-        yield "the optimizer's step is given arguments that are no closure"
-    if watch.values is not None and not equal(watch.values, values_beside_state(optimizer)):
-        yield f"param_groups, such as the learning rate, have changed {BETWEEN}"
-    if torch.is_autocast_enabled("cpu"):
-        yield "the optimizer's step runs under autocast"
-    members = {id(p) for p in parameters_of(optimizer)}
-    for update in watch.updates.values():
-        shape = "x".join(map(str, update.parameter.shape))
-        if update.taken is None or update.parameter.grad is not update.taken:
-            yield f"the gradient of a parameter ({shape}) was dropped or replaced {BETWEEN}"
-        if update.parameter._version != update.version:
-            yield f"a parameter ({shape}) was changed {BETWEEN}"
-        if id(update.parameter) not in members:
-            yield f"a parameter ({shape}) was taken from the optimizer {BETWEEN}"
+    def _changed(self, update: _Update, optimizer: Optimizer) -> Iterator[str]:
+        """What somebody has written to since the update."""
+        arena, parameter = self._state.arena, update.parameter
+        if update.left is None:
+            return
+        value, state = update.left
+        if parameter._version != update.version or not value.are_those_of(parameter, arena):
+            yield "a parameter"
+        if not state.are_those_of(optimizer.state.get(parameter, {}), arena):
+            yield "the optimizer state of a parameter"
 
 
 def _address(parameter: torch.Tensor) -> int:

@@ -46,6 +46,50 @@ from tests.end_to_end.updating_early import (
     with_arguments,
 )
 
+
+def clipping_nothing(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = backward(net, step)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def scaling_by_one(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    loss: Tensor = net(*net.batch(step))
+    torch.autograd.backward(scaler.scale(loss))
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss
+
+
+def damping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = backward(net, step)
+    for state in optimizer.state.values():
+        state["exp_avg"].data.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def forgetting(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = backward(net, step)
+    optimizer.state.clear()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def disturbing_data(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = backward(net, step)
+    weight(net, 0).data.mul_(0.9)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 USED = "graphs use parameters between the backward and the optimizer's step (several backwards"
 ADDED = "gradients are added to others"
 AT_STEP: dict[str, tuple[Step, str]] = {
@@ -54,11 +98,14 @@ AT_STEP: dict[str, tuple[Step, str]] = {
     "accumulation": (accumulating, USED),
     "set_to_none=False": (keeping, ADDED),
     "learning rate": (scheduling, "param_groups, such as the learning rate, are changed"),
-    "GradScaler": (scaling, "gradients are changed between"),
+    "GradScaler": (scaling, "a GradScaler is used"),
     "evaluation": (evaluating, USED),
     "arguments": (with_arguments, "is given arguments"),
     "dropped": (dropping, USED),
     "parameters": (disturbing, "parameters are changed between"),
+    "clipping that changes nothing": (clipping_nothing, "gradients are changed between"),
+    "a scale of 1": (scaling_by_one, "a GradScaler is used"),
+    "optimizer state": (damping, "optimizer state is changed between"),
 }
 QUICK_AT_STEP = ("clip_grad_norm_",)
 
@@ -183,7 +230,10 @@ TOO_LATE: dict[str, tuple[Step, str]] = {
     "two steps": (stepping_twice, r"is needed \(another step\)"),
     "dropped before the step": (dropping_then_stepping, "was dropped or replaced between"),
     "left out": (skipping, "has been updated .* or its step left out, load a checkpoint"),
-    "parameters": (disturbing, "was changed between"),
+    "parameters": (disturbing, "a parameter .* was changed between"),
+    "parameters through .data": (disturbing_data, "a parameter .* was changed between"),
+    "optimizer state": (damping, "the optimizer state of a parameter .* was changed between"),
+    "optimizer state dropped": (forgetting, "the optimizer state of a parameter .* was changed"),
     "never zeroed": (never_zeroing, r"is needed \(add\w*\)"),
     "random numbers": (plain, "Late does not update each parameter by itself: it draws random"),
 }
