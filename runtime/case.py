@@ -58,6 +58,8 @@ class Case:
     """That have come into force."""
     best: MeasuredPlan | None = None
     """The fastest so far of plans that hold."""
+    overhead_counted_at: int = -1
+    """`num_plans` when what the process holds beside tensors was counted anew."""
     settled: bool = False
     """A plan that was predicted to be faster was slower: only predictions still change."""
     corrections: int = 0
@@ -133,6 +135,13 @@ class Case:
         self.runs.append(run)
         self.num_runs += 1
         del self.runs[:-_KEPT_RUNS]
+
+    def take_overhead(self, nbytes: int) -> None:
+        """The process holds so much beside tensors now: what has come since is no tensor's."""
+        assert self.memory is not None
+        grown = max(nbytes, self.memory.overhead_bytes)
+        self.memory = replace(self.memory, overhead_bytes=grown)
+        self.overhead_counted_at = self.num_plans
 
     def forget_speed(self) -> None:
         """The machine has changed: what steps took before says nothing of plans to come."""

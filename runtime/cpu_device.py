@@ -191,10 +191,15 @@ class CpuDevice(Device):
         self._exact = True
 
     def run_fast(self) -> None:
-        self._trim()
+        _put_heap_on_huge_pages()
+        self._trim()  # last: to count all tensors takes 8 bytes for each object of the process
         self._most_beside_pool_bytes = 0
         self._exact = False
-        _put_heap_on_huge_pages()
+
+    def has_planned(self) -> None:
+        gc.collect()
+        self._malloc.trim()
+        process_memory.reset_peak()
 
     def let_go(self, nbytes: int) -> None:
         self.pool.lower(nbytes)
@@ -202,10 +207,17 @@ class CpuDevice(Device):
     def hold_less(self, nbytes: int) -> None:
         self.pool.lower(nbytes)
         _put_heap_on_huge_pages()
+        self._malloc.trim()
 
     def resident_bytes(self) -> int:
         beside = self._beside.held_bytes if self._beside is not None else 0
         return process_memory.resident_bytes() - beside
+
+    def overhead_bytes(self) -> int:
+        tensors = self.state_bytes()
+        gc.collect()
+        self._trim()  # also what counting has taken
+        return self.resident_bytes() - tensors
 
     def take_peak(self) -> int:
         peak = process_memory.peak_bytes()

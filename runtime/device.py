@@ -128,6 +128,9 @@ class Device(ABC):
     def run_fast(self) -> None:
         """Prepare memory for steps at full speed."""
 
+    def has_planned(self) -> None:  # noqa: B027  most do not share memory with planning
+        """A plan was made in the middle of training: what that took is free again."""
+
     def hold_less(self, nbytes: int) -> None:
         """The process is to hold `nbytes` less of the device from now on than it has so far."""
         self.run_fast()
@@ -138,6 +141,10 @@ class Device(ABC):
     @abstractmethod
     def resident_bytes(self) -> int:
         """Bytes that the process holds of the device now, tensors or not."""
+
+    def overhead_bytes(self) -> int:
+        """Bytes that the process holds of the device beside tensors, what is free given back."""
+        return self.resident_bytes() - self.state_bytes()
 
     @abstractmethod
     def take_peak(self) -> int:

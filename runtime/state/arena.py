@@ -120,7 +120,9 @@ class StateArena:
     @property
     def total_bytes(self) -> int:
         """Of all blocks, wherever they are."""
-        return sum(block.nbytes for block in list(self.blocks))
+        with self.lock:
+            self._forget_ended()
+            return sum(block.nbytes for block in self.blocks)
 
     @property
     def held_bytes(self) -> int:

@@ -356,6 +356,10 @@ class TrainingState:
                     leaves = leaves or block.record is not None
             self.arena.done(block, leaves=leaves)
 
+    def drop_touched(self) -> None:
+        """Take out of memory what user code has touched of tensors that are away."""
+        self._trimmer.drop_all()
+
     def close(self) -> None:
         """Nothing moves from now on; what is away stays readable, also in a closed storage."""
         self.closed = True

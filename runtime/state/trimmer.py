@@ -20,11 +20,17 @@ class Trimmer:
     """The thread; ends with its arena or with `close`."""
 
     def __init__(self, arena: StateArena) -> None:
-        self._closed = threading.Event()
+        self._closed, self._arena = threading.Event(), weakref.ref(arena)
         self._thread = threading.Thread(
-            target=_run, args=(weakref.ref(arena), self._closed), name="teraplan-trim", daemon=True
+            target=_run, args=(self._arena, self._closed), name="teraplan-trim", daemon=True
         )
         self._thread.start()
+
+    def drop_all(self) -> None:
+        """Take out of memory now what has been touched."""
+        arena = self._arena()
+        if arena is not None:
+            _drop_touched(arena, arena.total_bytes)
 
     def close(self) -> None:
         """End the thread."""
