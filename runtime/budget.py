@@ -12,6 +12,8 @@ _MEASURED_IN_BYTES = 512 << 10
 """Memory that is measured as the process's comes in pages."""
 _SPARE_FRACTION = 1 / 64
 """Of the predicted least is added: kernels have memory of their own."""
+_MUCH_THAT_STAYS_BYTES = 1 << 20
+"""Beside a training state that moves: small parameters and buffers are less as a rule."""
 _MARGIN_BYTES = 64 << 10
 """By so much, and a little more, a budget that is named as enough is larger than the least."""
 _HOPELESS_FRACTION, _HOPELESS_WHERE_SIZES_VARY = 5 / 8, 1 / 4
@@ -107,6 +109,11 @@ class GraphForecast:
         named = _with_margin(least) + moving_bytes
         part = f", {format_nbytes(max(0, budget_bytes))} of it beside the training state that moves"
         for_state = f", with {format_nbytes(moving_bytes)} for the training state that moves"
+        if moving_bytes and state > _MUCH_THAT_STAYS_BYTES:
+            for_state += (
+                "; tensors that something else has, too, stay, such as those of a state_dict that "
+                "was loaded and is still there: drop what is no longer needed"
+            )
         raise InfeasibleBudgetError(
             f"device_budget is {format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but parameters, gradients and optimizer state that "

@@ -172,6 +172,8 @@ class Session:
                 raise StateHasToMoveError from None
             if isinstance(error, InfeasibleBudgetError) and self.keeper.could_move:
                 error.add_note(_STATE_COULD_MOVE)
+            if isinstance(error, InfeasibleBudgetError) and self.keeper.refusal:
+                error.add_note(self.keeper.refusal)
             if self._fault and isinstance(error, InfeasibleBudgetError):
                 error.args = (f"{error}. Storage has failed before: {self._fault}",)
             self._error = copy.copy(error)  # not its traceback: that holds the user's model

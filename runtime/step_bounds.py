@@ -4,8 +4,11 @@ At the first forward after an optimizer has stepped, with no forward left that w
 backward. Before an optimizer has been seen: at the first forward after a backward.
 """
 
+import threading
+
 import torch
 
+from teraplan.errors import UnsupportedError
 from teraplan.runtime.engine import Engine
 
 _MAX_EVENTS = 1_000_000
@@ -23,6 +26,8 @@ class StepBounds:
         self._optimizer_steps = 0
         self._backward = -1
         """Autograd's number of the one in which the last forward ran; -1: in none."""
+        self._thread = 0
+        """Identity of the one whose step it is."""
 
     def optimizer_stepped(self) -> None:
         """Some optimizer has updated its parameters."""
@@ -32,18 +37,40 @@ class StepBounds:
             self._engine.recorder.may_end_here()
 
     def at_begin(self) -> bool:
-        """A forward begins: True if it is the first of a step. To be asked once."""
+        """A forward begins: True if it is the first of a step. To be asked once.
+
+        Raises:
+            UnsupportedError: the step under way is another thread's.
+        """
         engine = self._engine
         before, self._backward = self._backward, torch._C._current_graph_task_id()
         if engine.recorder is None:
+            self._thread = threading.get_ident()
             return True
         if before == self._backward >= 0:  # checkpoints compute again
             return False
+        if self._backward < 0:  # else it may be a thread of autograd's
+            self._require_own_step()
         if not engine.idle:  # a user who keeps a loss with its graph must not stop all steps
             return self._optimizer_steps > _MAX_MERGED_STEPS
         if self._optimizer_steps > 0 or engine.recorder.num_sites > _MAX_EVENTS:
             return True
         return (not self.optimizer_known or engine.finished_plan) and engine.in_backward
+
+    def _require_own_step(self) -> None:
+        here = threading.get_ident()
+        if here == self._thread:
+            return
+        has_ended = self._optimizer_steps > 0 or (
+            not self.optimizer_known and self._engine.in_backward
+        )
+        if not (self._engine.idle and has_ended):
+            raise UnsupportedError(
+                "two threads train at once under the same options: a forward runs while the step "
+                "of another thread has not ended. Train in one thread, one after the other, or "
+                "in a process for each"
+            )
+        self._thread = here
 
     def begin(self) -> None:
         """A step begins."""

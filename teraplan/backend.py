@@ -45,8 +45,8 @@ def teraplan(
 ) -> Compiled:
     """Compile one graph; the entry point of `torch.compile(backend="teraplan")`.
 
-    A mistake in the options is not raised here, where Dynamo would wrap it, but by the function
-    that is returned: the user sees a TeraplanError from the call of the model.
+    A mistake in the options, or storage that fails, is not raised here, where Dynamo would wrap it,
+    but by the function that is returned: the user sees a TeraplanError from the call of the model.
     """
     try:
         if mode is not None:
@@ -56,9 +56,9 @@ def teraplan(
             )
         config = Config.resolve(options, os.environ)
         session = _session(config, _device_type(example_inputs))
+        return _compile(gm, example_inputs, session)
     except TeraplanError as error:
         return _raiser(error)
-    return _compile(gm, example_inputs, session)
 
 
 def materialize(

@@ -221,7 +221,10 @@ def _path(value: object) -> str:
     text = os.fsdecode(cast("str | os.PathLike[str]", value))
     if not text.strip() or "\0" in text:
         raise ConfigError("expected a path")
-    return str(Path(text).expanduser().absolute())
+    try:
+        return str(Path(text).expanduser().absolute())
+    except RuntimeError as error:
+        raise ConfigError(f"{text}: there is no such user's home directory") from error
 
 
 def _storage(value: object) -> tuple[str, ...]:

@@ -21,15 +21,18 @@ def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
     """Warn when the next optimizer steps, of whatever model, if there is no compiled graph yet."""
     told = False
 
-    def before(*_: object) -> None:
+    def before(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         nonlocal told
+        if any(map(callable, (*args[1:], *kwargs.values()))):
+            return  # a closure: its forward is still to come
         if not told and not is_in_use():
             log.warning(
                 "an optimizer steps, and no graph has been compiled: the memory budget holds "
                 "for nothing. PyTorch skips some models: a bare nn.Sequential or nn.Linear with "
                 'model.compile(...) (use torch.compile(model, backend="teraplan") or a module of '
-                "your own), and recurrent ones such as nn.LSTM; TORCH_LOGS=graph_breaks tells why. "
-                "If this step is another model's, all is well"
+                "your own), recurrent ones such as nn.LSTM, and a function with a graph break in a "
+                "loop; TORCH_LOGS=graph_breaks tells why. If this step is another model's, all is "
+                "well"
             )
         told = True
 

@@ -67,7 +67,7 @@ class Space:
             f"{label}: needs {format_nbytes(nbytes)} in {self._directory}, where "
             f"{format_nbytes(available_bytes(self._directory))} are free on disk and "
             f"{format_nbytes(self.free_bytes)} in the spill file ({cause.strerror}); "
-            "free space there, name another storage directory, or lower the storage budget"
+            "free space there, or name another storage directory"
         )
         full.errno = cause.errno
         raise full from cause

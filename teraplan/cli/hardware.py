@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from teraplan.cli.command import DONE, Command, emit, emit_json
+from teraplan.cli.output_file import writing
 from teraplan.library.machine_file import write_machine
 from teraplan.library.machines import DEVICES, machine_named
 
@@ -15,7 +16,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     machine = machine_named(options.machine)
-    write_machine(machine, options.output)
+    with writing(options.output):
+        write_machine(machine, options.output)
     if options.json:
         emit_json({"path": str(options.output), "sources": dict(machine.sources)})
     else:

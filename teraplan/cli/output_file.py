@@ -11,6 +11,19 @@ from teraplan.errors import ConfigError
 
 
 @contextmanager
+def writing(path: Path) -> Generator[None, None, None]:
+    """Within this `path` is written.
+
+    Raises:
+        ConfigError: if it cannot be.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+@contextmanager
 def whole_file(path: Path) -> Generator[Path, None, None]:
     """A file beside `path` to write to; it takes the place of `path` when the block ends well.
 

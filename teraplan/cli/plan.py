@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from teraplan.cli.command import DONE, NO, Command, emit, emit_json
+from teraplan.cli.output_file import writing
 from teraplan.cli.planning import add_budget_arguments, add_machine_argument, asked
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.plan_file import read_plan, write_plan
@@ -75,7 +76,8 @@ def _run(options: argparse.Namespace) -> int:
         else:
             emit(f"does not fit: {error}")
         return NO
-    write_plan(plan, options.output)
+    with writing(options.output):
+        write_plan(plan, options.output)
     if options.json:
         emit_json(plan_json(plan) | {"fits": True, "path": str(options.output)})
     else:

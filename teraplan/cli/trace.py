@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from teraplan.cli.command import DONE, Command, emit, emit_json
+from teraplan.cli.output_file import writing
 from teraplan.cli.planning import add_machine_argument, add_workload_arguments, workload_of
 from teraplan.errors import ConfigError
 from teraplan.library.machine_file import find_machine
@@ -29,7 +30,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     trace = _trace(options, find_machine(options.hardware))
-    write_trace(trace, options.output)
+    with writing(options.output):
+        write_trace(trace, options.output)
     most, least = peak(device_curve(trace)), least_budget(trace).nbytes
     if options.json:
         emit_json(

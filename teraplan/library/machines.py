@@ -192,7 +192,7 @@ def machine_named(spec: str) -> Machine:
         near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.0)
         raise ConfigError(
             f'machine "{name}" is not one of {", ".join(DEVICES)}; did you mean "{near[0]}"? '
-            "A file of hardware is named by its path, with .json at the end"
+            "Commands that take a file of hardware, too, know it by .json at the end of its path"
         )
     num_ssds, host_bytes = 4, 480 * GB if name == "gh200" else 512 * GB
     staging_bytes, cores = 0, None

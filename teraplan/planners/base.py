@@ -190,7 +190,7 @@ def require_feasible(problem: Problem, *, margin_bytes: int = 0) -> None:
         raise InfeasibleBudgetError(
             f"{format_nbytes(need)} must be elsewhere at site {site} to keep the device budget of "
             f"{format_nbytes(limit)}, but there is room for {_rooms(problem)}. "
-            f"Raise host_bytes or storage_bytes by {format_nbytes(need - room)}, or the device "
+            f"Give host memory or storage {format_nbytes(need - room)} more, or raise the device "
             f"budget to {format_nbytes(named)} ({named} bytes)",
             least_budget_bytes=named,
         )

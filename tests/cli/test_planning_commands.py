@@ -57,6 +57,19 @@ def test_from_no_hardware_to_a_simulated_plan(tmp_path: Path, capsys: Captured) 
     assert main(["simulate", trace, plan, "--hardware", "rtx-4090:host=0:ssd=0"]) == 2
 
 
+def test_places_that_cannot_be_written_are_2(tmp_path: Path, trace: str, capsys: Captured) -> None:
+    place = ["--device-budget", "99%", "-o", str(tmp_path / "absent" / "out.json")]
+    for command in (
+        ["hardware", "rtx-4090", *place[2:]],
+        ["trace", *LIBRARY, "--hardware", "rtx-4090", *place[2:]],
+        ["plan", trace, "--hardware", "rtx-4090", *place],
+    ):
+        assert main(command) == 2
+        shown = capsys.readouterr().err
+        assert "out.json: cannot be written: No such file or directory; choose another" in shown
+        assert shown.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_updates_on_the_host_are_shown_drawn_and_compared(tmp_path: Path, capsys: Captured) -> None:
     plain, hosted = tmp_path / "plain.json", tmp_path / "hosted.json"

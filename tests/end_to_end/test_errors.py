@@ -18,6 +18,7 @@ from teraplan.errors import (
     InfeasibleBudgetError,
     InvalidPlanError,
     PlanMismatchError,
+    StorageFullError,
     StorageUnusableError,
     TeraplanError,
     UnsupportedError,
@@ -38,6 +39,17 @@ def call(options: dict[str, object], *, mode: str | None = None) -> None:
     model = MLP()
     model.compile(backend="teraplan", options={**QUICK, **options} if options else None, mode=mode)
     model(*MLP().batch(0))
+
+
+def test_a_disk_without_room_for_the_speed_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a graph is compiled: as what it is, not as a failure of the compiler."""
+
+    def full(*_: object, **__: object) -> None:
+        raise StorageFullError("speed probe 0: needs 16.00 MiB, where 4.00 MiB are free")
+
+    monkeypatch.setattr("teraplan.runtime.links.storage_link", full)
+    with pytest.raises(StorageFullError, match="speed probe 0"):
+        call({"device_budget": "64MiB", "training_state": "moves"})
 
 
 def ours(error: BaseException) -> list[traceback.FrameSummary]:

@@ -29,6 +29,23 @@ def test_the_first_step_of_an_optimizer_tells(
         assert not caplog.text, "once is enough"
 
 
+def test_a_closure_is_given_the_chance_to_compile(caplog: pytest.LogCaptureFixture) -> None:
+    """Its forward is within the optimizer's step, and so after the hooks of the first one."""
+    compiled: list[str] = []
+    warn_at_first_step(lambda: bool(compiled))
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def closure() -> float:
+        return 0.0
+
+    with caplog.at_level(logging.WARNING, logger="teraplan"):
+        optimizer.step(closure)
+        assert not caplog.text
+        optimizer.step()
+        assert "no graph has been compiled" in caplog.text
+
+
 def test_only_for_our_backend_and_only_where_nothing_is_compiled() -> None:
     """In a process that has imported teraplan for its status."""
     code = """

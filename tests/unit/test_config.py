@@ -145,6 +145,11 @@ def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert config.plan == str(tmp_path / "plan.json")
 
 
+def test_the_home_of_a_user_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="there is no such user's home directory"):
+        Config.resolve({"report": "~nobody-of-that-name/r"}, {})
+
+
 def test_a_directory_named_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     with pytest.raises(ConfigError, match="/d is named twice"):
