@@ -117,11 +117,23 @@ class GraphForecast:
         raise InfeasibleBudgetError(
             f"device_budget is {format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but parameters, gradients and optimizer state that "
-            f"stay take {format_nbytes(state)}, and with what the graphs have at once beside them "
+            f"stay take {format_nbytes(state)}, and {self._beside_words} "
             f"it is {format_nbytes(least)}; set device_budget to {format_nbytes(named)} "
-            f"({named} bytes), which they predict to be enough{for_state if moving_bytes else ''}",
+            f"({named} bytes), which {self._predicting_words}{for_state if moving_bytes else ''}",
             least_budget_bytes=named,
         )
+
+    @property
+    def _beside_words(self) -> str:
+        if self._tables:
+            return "with what the graphs have at once beside them"
+        return "with what an update needs beside them"
+
+    @property
+    def _predicting_words(self) -> str:
+        if self._tables:
+            return "they predict to be enough"
+        return "holds them; graphs that are still to run may need more"
 
     @property
     def _hopeless_bytes(self) -> int:

@@ -68,3 +68,20 @@ def test_convolutions_keep_their_budget(state: str) -> None:
     assert 0 < limited.final.actual_peak_bytes <= 1.05 * budget + 16 * MIB
     assert len(free) == STEPS
     assert max(free) < 32 * MIB, f"free memory after steps, MiB: {[n / MIB for n in free]}"
+
+
+@pytest.mark.slow
+def test_what_the_process_grows_by_is_not_held_back_for_tensors() -> None:
+    """Objects of the user's that are no tensors, and come when the step has been measured."""
+    kept: list[bytearray] = []
+
+    def growing() -> None:
+        kept.append(bytearray(b"x" * ((24 if len(kept) == 4 else 0) * MIB)))
+
+    reference = run(program, device_budget="1000%", kernels="aot_eager")
+    watched = partial(program, after_step=growing)
+    limited = run(watched, device_budget=72 * MIB, kernels="aot_eager")
+    assert_same(reference, limited)
+    assert limited.final.phase == "planned"
+    assert 0 <= limited.final.held_back_bytes < 16 * MIB
+    assert limited.final.actual_peak_bytes <= 1.05 * 72 * MIB + 8 * MIB

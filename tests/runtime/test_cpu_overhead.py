@@ -1,0 +1,58 @@
+"""What the process holds beside tensors: counted without leaving anything behind."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from teraplan.runtime import process_memory
+from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.storage import Storage, default_directory
+from teraplan.units import MIB
+
+NUM_OBJECTS = 2_000_000
+"""A list of these takes 16 MiB."""
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    with Storage.open([default_directory()]) as storage:
+        opened = CpuDevice(storage=storage, host_bytes=0)
+        yield opened
+        opened.close()
+
+
+def _resident_after_trim() -> int:
+    gc.collect()
+    Malloc().trim()
+    return process_memory.resident_bytes()
+
+
+def test_what_counts_all_tensors_leaves_nothing_in_the_process(device: CpuDevice) -> None:
+    objects = [[] for _ in range(NUM_OBJECTS)]  # type: list[list[int]]
+    for counts in (device.run_fast, lambda: device.hold_less(0), device.overhead_bytes):
+        before = _resident_after_trim()
+        counts()
+        assert process_memory.resident_bytes() - before < 6 * MIB
+    assert len(objects) == NUM_OBJECTS
+
+
+def test_planning_leaves_nothing_in_the_process(device: CpuDevice) -> None:
+    before = _resident_after_trim()
+    made = [bytearray(b"x" * 100_000) for _ in range(200)]
+    made.append(made)  # type: ignore[arg-type]  # a cycle, which is collected some time
+    del made
+    device.has_planned()
+    assert process_memory.resident_bytes() - before < 6 * MIB
+    assert process_memory.peak_bytes() - before < 6 * MIB
+
+
+def test_tensors_are_no_overhead_and_other_memory_is(device: CpuDevice) -> None:
+    before = device.overhead_bytes()
+    tensor = torch.ones(10 * MIB)
+    assert abs(device.overhead_bytes() - before) < 6 * MIB
+    other = bytearray(b"x" * (40 * MIB))
+    assert abs(device.overhead_bytes() - before - 40 * MIB) < 6 * MIB
+    assert len(other) == tensor.nbytes
