@@ -376,3 +376,4 @@ def _close(
     host_updates.close()
     keeper.close()
     device.close()
+    keeper.close()  # what was still being written then is not any more

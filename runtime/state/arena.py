@@ -47,8 +47,7 @@ class StateArena:
         """The most that blocks in use at once have taken beyond the limit."""
         self.lock = threading.RLock()
         """Held while anything changes what lies at an address."""
-        self.memory = HeldPages()
-        self._tenants = Tenants()
+        self.memory, self._tenants = HeldPages(), Tenants()
         self._away: dict[Key, Block] = {}
         self._alive: Counter[Key] = Counter()
         self._in_memory: OrderedDict[Block, None] = OrderedDict()
@@ -112,7 +111,7 @@ class StateArena:
             self.memory.count(-nbytes)
 
     def close(self) -> None:
-        """Keep no memory for later: what a tensor has is unmapped when it ends."""
+        """Keep no memory for later: what a tensor has is unmapped when it ends. Idempotent."""
         self.make_room, self.limit_bytes = None, 0  # so nothing waits from now on
         self.memory.shrink_to(0)
         self._tenants.close(self._forget_ended)

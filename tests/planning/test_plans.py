@@ -210,7 +210,7 @@ def test_says_which_site_needs_how_much() -> None:
 def test_says_how_much_room_the_other_tiers_lack() -> None:
     trace = gpt_trace(2)
     limit = budgets(between(trace, 0.2), storage_bytes=1 << 20)
-    with pytest.raises(InfeasibleBudgetError, match=r"room for 1.00 MiB in storage. Raise host_b"):
+    with pytest.raises(InfeasibleBudgetError, match=r"room for 1.00 MiB in storage. Give host"):
         make_plan(trace, machine(), limit)
 
 
