@@ -31,7 +31,7 @@ def _resident_after_trim() -> int:
 
 
 def test_what_counts_all_tensors_leaves_nothing_in_the_process(device: CpuDevice) -> None:
-    objects = [[] for _ in range(NUM_OBJECTS)]  # type: list[list[int]]
+    objects: list[list[int]] = [[] for _ in range(NUM_OBJECTS)]
     for counts in (device.run_fast, lambda: device.hold_less(0), device.overhead_bytes):
         before = _resident_after_trim()
         counts()
