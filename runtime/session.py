@@ -298,7 +298,7 @@ class Session:
     def _count_overhead_anew(self, case: Case) -> None:
         """The process has grown since memory was measured: by code, by what planning keeps."""
         if self.keeper.state is not None:
-            self.keeper.state.drop_touched()
+            self.keeper.state.tidy()
         case.take_overhead(self.device.overhead_bytes())
         self.device.take_peak()  # what counting takes is no step's
 

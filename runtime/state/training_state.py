@@ -356,8 +356,9 @@ class TrainingState:
                     leaves = leaves or block.record is not None
             self.arena.done(block, leaves=leaves)
 
-    def drop_touched(self) -> None:
-        """Take out of memory what user code has touched of tensors that are away."""
+    def tidy(self) -> None:
+        """Forget what has ended, and take out of memory what user code has touched of the rest."""
+        self.arena.keep_to(self.arena.limit_bytes)
         self._trimmer.drop_all()
 
     def close(self) -> None:

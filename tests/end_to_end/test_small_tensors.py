@@ -27,8 +27,7 @@ def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_by_kind() -> Counter[TensorKind]:
-    """Also those that ended with their optimizer."""
-    return Counter(kind for kind, _ in moving.moving().arena.sizes)
+    return Counter(block.key[0] for block in moving.moving().arena.blocks)
 
 
 @pytest.mark.parametrize(
