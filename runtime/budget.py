@@ -114,26 +114,20 @@ class GraphForecast:
                 "; tensors that something else has, too, stay, such as those of a state_dict that "
                 "was loaded and is still there: drop what is no longer needed"
             )
+        beside, enough = (
+            "an update needs beside them",
+            "holds them; graphs still to run may need more",
+        )
+        if self._tables:
+            beside, enough = "the graphs have at once beside them", "they predict to be enough"
         raise InfeasibleBudgetError(
             f"device_budget is {format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but parameters, gradients and optimizer state that "
-            f"stay take {format_nbytes(state)}, and {self._beside_words} "
+            f"stay take {format_nbytes(state)}, and with what {beside} "
             f"it is {format_nbytes(least)}; set device_budget to {format_nbytes(named)} "
-            f"({named} bytes), which {self._predicting_words}{for_state if moving_bytes else ''}",
+            f"({named} bytes), which {enough}{for_state if moving_bytes else ''}",
             least_budget_bytes=named,
         )
-
-    @property
-    def _beside_words(self) -> str:
-        if self._tables:
-            return "with what the graphs have at once beside them"
-        return "with what an update needs beside them"
-
-    @property
-    def _predicting_words(self) -> str:
-        if self._tables:
-            return "they predict to be enough"
-        return "holds them; graphs that are still to run may need more"
 
     @property
     def _hopeless_bytes(self) -> int:

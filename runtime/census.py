@@ -2,10 +2,12 @@
 
 import gc
 from collections.abc import Iterable, Iterator
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch._subclasses import FakeTensor
+
+_T = TypeVar("_T")
 
 
 def storages(device_type: str) -> list[torch.UntypedStorage]:
@@ -54,7 +56,7 @@ def missing_nbytes(device_type: str, *, below: int | None = None) -> tuple[int, 
         wanted = parameter.requires_grad and parameter.device.type == device_type
         return wanted and (below is None or parameter.nbytes < below)
 
-    optimizers_here = _optimizers(objects)
+    optimizers_here = _instances(objects, torch.optim.Optimizer)
     parameters = {id(p): p for o in optimizers_here for g in o.param_groups for p in g["params"]}
     if not optimizers_here:  # there will be one
         found = (t for t in _tensors(objects) if isinstance(t, torch.nn.Parameter))
@@ -88,7 +90,12 @@ _STATES_PER_PARAMETER = {
 
 def optimizers() -> list[torch.optim.Optimizer]:
     """Every optimizer of this process. Walks all objects, as `storages` does."""
-    return _optimizers(gc.get_objects())
+    return _instances(gc.get_objects(), torch.optim.Optimizer)
+
+
+def gradient_scalers() -> list[torch.amp.GradScaler]:
+    """Every GradScaler of this process. Walks all objects, too."""
+    return _instances(gc.get_objects(), torch.amp.GradScaler)
 
 
 def states_to_come(
@@ -106,13 +113,9 @@ def states_to_come(
                 yield parameter, count
 
 
-def _optimizers(objects: Iterable[object]) -> list[torch.optim.Optimizer]:
+def _instances(objects: Iterable[object], kind: type[_T]) -> list[_T]:
     # type(), not isinstance(): some tracked objects answer __class__ with surprises
-    return [
-        cast("torch.optim.Optimizer", item)
-        for item in objects
-        if issubclass(type(item), torch.optim.Optimizer)
-    ]
+    return [cast("_T", item) for item in objects if issubclass(type(item), kind)]
 
 
 def _tensors(objects: Iterable[object]) -> list[torch.Tensor]:

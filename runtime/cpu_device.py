@@ -191,8 +191,8 @@ class CpuDevice(Device):
         self._exact = True
 
     def run_fast(self) -> None:
-        _put_heap_on_huge_pages()
-        self._trim()  # last: to count all tensors takes 8 bytes for each object of the process
+        self.pool.trim()
+        self._put_heap_on_huge_pages()
         self._most_beside_pool_bytes = 0
         self._exact = False
 
@@ -206,8 +206,7 @@ class CpuDevice(Device):
 
     def hold_less(self, nbytes: int) -> None:
         self.pool.lower(nbytes)
-        _put_heap_on_huge_pages()
-        self._malloc.trim()
+        self._put_heap_on_huge_pages()
 
     def resident_bytes(self) -> int:
         beside = self._beside.held_bytes if self._beside is not None else 0
@@ -315,6 +314,11 @@ class CpuDevice(Device):
         """Of the resident memory, what neither the heap nor the pool has given to anyone."""
         return self.resident_bytes() - self._malloc.in_use_bytes() - self.pool.in_use_bytes
 
+    def _put_heap_on_huge_pages(self) -> None:
+        if census.tensor_nbytes("cpu") >= _WORTH_HUGE_PAGES_BYTES:
+            use_huge_pages([process_memory.heap_range()])
+        self._malloc.trim()  # to count all tensors takes 8 bytes for each object of the process
+
     def _trim_exactly(self) -> None:
         self._trim()
         self._unused_after_trim_bytes = self._unused_bytes()
@@ -382,8 +386,3 @@ class CpuDevice(Device):
                 "raise host_budget"
             )
         return torch.empty(nbytes, dtype=torch.uint8) if nbytes else None
-
-
-def _put_heap_on_huge_pages() -> None:
-    if census.tensor_nbytes("cpu") >= _WORTH_HUGE_PAGES_BYTES:
-        use_huge_pages([process_memory.heap_range()])

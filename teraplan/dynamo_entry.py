@@ -19,12 +19,13 @@ log = logging.getLogger(__name__)
 
 def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
     """Warn when the next optimizer steps, of whatever model, if there is no compiled graph yet."""
-    told = False
+    told = waited = False
 
     def before(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        nonlocal told
-        if any(map(callable, (*args[1:], *kwargs.values()))):
-            return  # a closure: its forward is still to come
+        nonlocal told, waited
+        if not waited and any(map(callable, (*args[1:], *kwargs.values()))):
+            waited = True  # a closure: its forward is still to come
+            return
         if not told and not is_in_use():
             log.warning(
                 "an optimizer steps, and no graph has been compiled: the memory budget holds "

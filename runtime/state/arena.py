@@ -47,7 +47,8 @@ class StateArena:
         """The most that blocks in use at once have taken beyond the limit."""
         self.lock = threading.RLock()
         """Held while anything changes what lies at an address."""
-        self.memory, self._tenants = HeldPages(), Tenants()
+        self.memory = HeldPages()
+        self._tenants = Tenants()
         self._away: dict[Key, Block] = {}
         self._alive: Counter[Key] = Counter()
         self._in_memory: OrderedDict[Block, None] = OrderedDict()

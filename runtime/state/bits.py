@@ -17,7 +17,7 @@ from teraplan.runtime.storage.memory import digest
 
 
 def digest_of(tensor: torch.Tensor) -> int:
-    """XXH3 of the tensor's bytes; of some that nobody has, in any order."""
+    """XXH3 of the tensor's bytes, of a copy's where its elements have gaps between them."""
     dense = tensor if is_dense(tensor) else tensor.detach().contiguous()
     return digest(dense.data_ptr(), dense.nbytes)
 
@@ -54,27 +54,25 @@ class Bits:
 class StateBits:
     """Of one parameter's optimizer state."""
 
-    values: Mapping[str, object]
-    """By name: `Bits` of tensors on the CPU, all else itself."""
+    tensors: Mapping[str, Bits]
+    """Those on the CPU, by name."""
+    others: Mapping[str, object]
+    """All else, by name."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "StateBits":
         """As it is now."""
-        return cls({name: Bits.of(v) if _is_read(v) else v for name, v in state.items()})
+        return cls(
+            {name: Bits.of(value) for name, value in state.items() if _is_read(value)},
+            {name: value for name, value in state.items() if not _is_read(value)},
+        )
 
     def are_those_of(self, state: Mapping[str, Any], arena: StateArena) -> bool:
         """True if nothing of the state has changed."""
-        if state.keys() != self.values.keys():
-            return False
-        for name, found in state.items():
-            value = self.values[name]
-            if isinstance(value, Bits):
-                same = value.are_those_of(found, arena)
-            else:
-                same = equal([{name: value}], [{name: found}])
-            if not same:
-                return False
-        return True
+        others = {name: value for name, value in state.items() if name not in self.tensors}
+        return equal([dict(self.others)], [others]) and all(
+            bits.are_those_of(state.get(name), arena) for name, bits in self.tensors.items()
+        )
 
 
 def _is_read(value: object) -> bool:

@@ -10,7 +10,6 @@ Bytes are compared by digests, so whoever changes something is seen, however it 
 to gradients what was there, as clipping does below its limit, is seen by their counters.
 """
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from teraplan.runtime import census
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.bits import Bits, StateBits, digest_of
 from teraplan.runtime.state.movable import is_movable
@@ -137,8 +137,7 @@ def as_gradient_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 def _is_unscaled(optimizer: Optimizer) -> bool:
     """True if a GradScaler has looked at its gradients; with a scale of 1 it writes nothing."""
-    scalers = [item for item in gc.get_objects() if issubclass(type(item), torch.amp.GradScaler)]
-    found = [getattr(scaler, "_per_optimizer_states", {}) for scaler in scalers]
+    found = [getattr(s, "_per_optimizer_states", {}) for s in census.gradient_scalers()]
     return any(s[id(optimizer)]["found_inf_per_device"] for s in found if id(optimizer) in s)
 
 

@@ -3,7 +3,7 @@
 A chunk's bytes are in memory until its transfer is done, so until then any store can write them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
 from teraplan.errors import StorageError
@@ -19,14 +19,13 @@ _WORTH_TAKING = 1.5
 class Balance:
     """Between the stores of one traffic, with whose lock every method is called."""
 
-    def __init__(self, stores: Sequence[Store]) -> None:
-        self.stores = stores
-        self.is_open = True
-        """False: nothing is queued any more."""
+    def __init__(self, stores: Sequence[Store], is_open: Callable[[], bool]) -> None:
+        """`is_open`: False where nothing is to be queued any more."""
+        self.stores, self._is_open = stores, is_open
 
     def find_work(self, store: Store) -> None:
         """Nothing is queued in `store`: it takes a write that would wait longer elsewhere."""
-        if len(self.stores) == 1 or store.why_retired is not None or not self.is_open:
+        if len(self.stores) == 1 or store.why_retired is not None or not self._is_open():
             return
         now_ns = perf_counter_ns()
         others = [one for one in self.stores if one is not store]
@@ -59,7 +58,7 @@ class Balance:
         """Queues the write of `chunk` in a store that has not failed it; False if there is none."""
         failed_in = chunk.failed_in | {chunk.place.store}
         others = [store for store in self.stores if store.index not in failed_in]
-        if not others or chunk.transfer.error or not self.is_open:
+        if not others or chunk.transfer.error or not self._is_open():
             return False
         return self._write_in(chunk, others, failed_in)
 

@@ -58,7 +58,7 @@ class Traffic:
             )
             for index, one in enumerate(opened)
         )
-        self._balance = Balance(self.stores)
+        self._balance = Balance(self.stores, is_open=lambda: self._closed_because is None)
         for store in self.stores:  # not earlier: workers look at each other's queues
             store.start()
 
@@ -332,7 +332,6 @@ class Traffic:
             if self._closed_because is not None:
                 return
             self._closed_because = why
-            self._balance.is_open = False
             for store in self.stores:
                 for chunk in store.empty_queue():
                     transfer = chunk.transfer

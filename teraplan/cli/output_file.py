@@ -20,7 +20,9 @@ def writing(path: Path) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise ConfigError(
+            f"{path}: cannot be written: {error.strerror}; choose another place with -o"
+        ) from error
 
 
 @contextmanager
@@ -30,20 +32,17 @@ def whole_file(path: Path) -> Generator[Path, None, None]:
     Raises:
         ConfigError: if it cannot be written there.
     """
-    try:
+    with writing(path):
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    except OSError as error:
-        raise _unwritable(path, error) from error
     os.close(handle)
     part = Path(name)
     try:
-        yield part
-        umask = os.umask(0)
-        os.umask(umask)
-        part.chmod(0o666 & ~umask)
-        part.replace(path)
-    except OSError as error:
-        raise _unwritable(path, error) from error
+        with writing(path):
+            yield part
+            umask = os.umask(0)
+            os.umask(umask)
+            part.chmod(0o666 & ~umask)
+            part.replace(path)
     finally:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
@@ -57,7 +56,3 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     with whole_file(path) as part:
         part.write_bytes(data)
-
-
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path}: cannot be written: {error.strerror}; choose another place with -o")

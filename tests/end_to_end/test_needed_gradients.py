@@ -31,6 +31,7 @@ from tests.end_to_end.updating_early import (
     Told,
     accumulating,
     backward,
+    changing,
     clamping,
     clipping,
     compared,
@@ -41,53 +42,31 @@ from tests.end_to_end.updating_early import (
     looping,
     plain,
     refusals,
-    scaling,
+    scaling_from,
     scheduling,
     with_arguments,
 )
 
 
-def clipping_nothing(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = backward(net, step)
+@changing
+def clipping_nothing(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
-def scaling_by_one(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    loss: Tensor = net(*net.batch(step))
-    torch.autograd.backward(scaler.scale(loss))
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss
-
-
-def damping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = backward(net, step)
+@changing
+def damping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
     for state in optimizer.state.values():
         state["exp_avg"].data.mul_(0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
-def forgetting(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = backward(net, step)
+@changing
+def forgetting(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
     optimizer.state.clear()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
-def disturbing_data(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = backward(net, step)
+@changing
+def disturbing_data(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
     weight(net, 0).data.mul_(0.9)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 USED = "graphs use parameters between the backward and the optimizer's step (several backwards"
@@ -98,13 +77,13 @@ AT_STEP: dict[str, tuple[Step, str]] = {
     "accumulation": (accumulating, USED),
     "set_to_none=False": (keeping, ADDED),
     "learning rate": (scheduling, "param_groups, such as the learning rate, are changed"),
-    "GradScaler": (scaling, "a GradScaler is used"),
+    "GradScaler": (scaling_from(8.0), "a GradScaler is used"),
     "evaluation": (evaluating, USED),
     "arguments": (with_arguments, "is given arguments"),
     "dropped": (dropping, USED),
     "parameters": (disturbing, "parameters are changed between"),
     "clipping that changes nothing": (clipping_nothing, "gradients are changed between"),
-    "a scale of 1": (scaling_by_one, "a GradScaler is used"),
+    "a scale of 1": (scaling_from(1.0), "a GradScaler is used"),
     "optimizer state": (damping, "optimizer state is changed between"),
 }
 QUICK_AT_STEP = ("clip_grad_norm_",)
@@ -225,7 +204,7 @@ TOO_LATE: dict[str, tuple[Step, str]] = {
     "another optimizer": (with_another, r"is needed \(another step\)"),
     "zero_grad without None": (keeping, "call zero_grad"),
     "learning rate": (scheduling, "param_groups, such as the learning rate, have changed"),
-    "GradScaler": (scaling, "is needed"),
+    "GradScaler": (scaling_from(8.0), "is needed"),
     "arguments": (with_arguments, "is given arguments"),
     "two steps": (stepping_twice, r"is needed \(another step\)"),
     "dropped before the step": (dropping_then_stepping, "was dropped or replaced between"),

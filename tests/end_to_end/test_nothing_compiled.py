@@ -42,7 +42,7 @@ def test_a_closure_is_given_the_chance_to_compile(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="teraplan"):
         optimizer.step(closure)
         assert not caplog.text
-        optimizer.step()
+        optimizer.step(closure)
         assert "no graph has been compiled" in caplog.text
 
 

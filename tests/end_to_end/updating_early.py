@@ -82,22 +82,29 @@ def twice(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
     return loss
 
 
-def clipping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = backward(net, step)
+def changing(change: Callable[[MLP, torch.optim.Optimizer, int], object]) -> Step:
+    """A step in which `change` comes between the backward and the optimizer's step."""
+
+    def step_of(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+        loss = backward(net, step)
+        change(net, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step_of
+
+
+@changing
+def clipping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
-def clamping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+@changing
+def clamping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
     """By `data`, which autograd does not count."""
-    loss = backward(net, step)
     for gradient in gradients(net):
         gradient.data.clamp_(-1e-5, 1e-5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 def accumulating(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
@@ -115,23 +122,25 @@ def keeping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
     return loss
 
 
-def scheduling(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = backward(net, step)
+@changing
+def scheduling(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 1e-2 / (1 + step)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
-def scaling(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    loss: Tensor = net(*net.batch(step))
-    torch.autograd.backward(scaler.scale(loss))
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    return loss
+def scaling_from(scale: float) -> Step:
+    """Steps by a GradScaler that begins with this scale."""
+
+    def step_of(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        loss: Tensor = net(*net.batch(step))
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    return step_of
 
 
 class Told(Lion):
@@ -165,10 +174,7 @@ def dropping(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
     return plain(net, optimizer, step + 100)
 
 
-def disturbing(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = backward(net, step)
+@changing
+def disturbing(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
     with torch.no_grad():
         weight(net, 2).mul_(0.99)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
