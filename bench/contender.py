@@ -60,6 +60,7 @@ def main() -> None:
     contender = Contender(**json.loads(sys.argv[1]))
     torch.set_num_threads(contender.threads)
     torch.use_deterministic_algorithms(contender.deterministic)
+    torch.manual_seed(0)  # for dropout: a process's own seed is another one each time
     before = process_memory.resident_bytes()
     model, data = _model_and_data(contender)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
