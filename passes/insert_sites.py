@@ -63,6 +63,7 @@ def insert_sites(
     """
     static = _static(forward, static_inputs)
     fingerprint = _hash(forward, backward, static)
+    _advance_late(forward, num_outputs)
     candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
     recipes = find_recipes(
         forward,
@@ -171,7 +172,6 @@ def _insert_saves(
     strides: Sequence[tuple[Any, ...]],
 ) -> dict[str, fx.Node]:
     """Insert `enter` and each `save`; returns the token of each saved node by its name."""
-    _advance_views([c.saved for c in candidates])
     order = {node: i for i, node in enumerate(graph.nodes)}
     last_input = _last(graph.find_nodes(op="placeholder"), order)
     runs = FusedRuns(graph)
@@ -269,18 +269,45 @@ def _restrided(value: torch.Tensor, stride: tuple[Any, ...]) -> torch.Tensor:
         return value.new_empty_strided(value.shape, stride)
 
 
-def _advance_views(saved: Sequence[fx.Node]) -> None:
-    """Move each view among these to right behind what it looks at.
+def _advance_late(graph: fx.Graph, num_outputs: int) -> None:
+    """Move what is computed for the backward alone to right behind what it is computed from.
 
-    AOTAutograd leaves the `detach` that it saves of an attention's result at the graph's end: its
-    memory could not leave before.
+    AOTAutograd leaves it at the graph's end: the `detach` of an attention's result, or where a
+    ReLU's result is zero. What it is computed from could not leave before.
     """
-    for view in saved:
-        chain = [view]
-        while is_view(chain[-1]) and len(chain[-1].all_input_nodes) == 1:
-            chain += chain[-1].all_input_nodes
-        for source, later in zip(reversed(chain[1:]), reversed(chain[:-1]), strict=True):
-            source.append(later)
+    results = cast("Sequence[fx.Node | None]", _output_of(graph).args[0])[:num_outputs]
+    needed = _ancestors([node for node in results if isinstance(node, fx.Node)])
+    runs = FusedRuns(graph)
+    position = {node: (i, 0) for i, node in enumerate(graph.nodes)}
+    last_behind: dict[int, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node in needed or not node.all_input_nodes or not _may_advance(node, runs):
+            continue
+        last_input = max(node.all_input_nodes, key=position.__getitem__)
+        if last_input.op == "placeholder":
+            continue
+        number = position[last_input][0]
+        behind = last_behind.get(number, last_input)
+        behind.append(node)
+        position[node] = (number, position[behind][1] + 1)
+        last_behind[number] = node
+
+
+def _may_advance(node: fx.Node, runs: FusedRuns) -> bool:
+    """True for a view and for arithmetic that gives the same wherever it is."""
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_view(node) or (runs.is_fused(node) and not random)
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """These and all that they are computed from."""
+    found, pending = set[fx.Node](), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
 
 
 def _delay_views(placeholders: Sequence[fx.Node]) -> None:

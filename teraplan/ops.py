@@ -12,8 +12,9 @@ The forward returns `token` (8 bytes) in the place of `x`; autograd saves it, th
 back into the tensor. `slot` numbers the saved activations of one graph. `table` describes the graph
 (see `graph_table`), so that a graph which comes from a compile cache explains itself. All ops of a
 graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
-through every pass of Inductor. `save` and `done` say that they mutate `x` too (they do not), so
-that they come after every use of `x`, and no kernel writes its result in the place of `x` before.
+through every pass of Inductor. `done` says that it mutates `x` too (it does not), so that it comes
+after every use of `x`, and no kernel writes its result in the place of `x` before; of `save` the
+same is seen to when it is compiled (see `passes/lowering.py`).
 Where `x` can be computed again (see `passes/recipes.py`), the last argument of `save` is what that
 takes beside other saved activations: parameters and small tensors.
 
@@ -47,7 +48,7 @@ _EXACT = (torch.Tag.needs_exact_strides,)
 LIBRARY.define("enter(Tensor anchor, str table) -> Tensor", tags=_EXACT)
 LIBRARY.define("enter_backward(Tensor anchor, Tensor token, str table) -> Tensor", tags=_EXACT)
 LIBRARY.define(
-    "save(Tensor(a!) x, Tensor(b!) chain, int slot, Tensor[] beside) -> Tensor", tags=_EXACT
+    "save(Tensor x, Tensor(a!) chain, int slot, Tensor[] beside) -> Tensor", tags=_EXACT
 )
 LIBRARY.define(
     "need(Tensor token, Tensor(a!) chain, int slot, SymInt[] size, SymInt[] stride, "
