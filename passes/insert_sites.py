@@ -279,15 +279,16 @@ def _advance_late(graph: fx.Graph, num_outputs: int) -> None:
     needed = _ancestors([node for node in results if isinstance(node, fx.Node)])
     runs = FusedRuns(graph)
     position = {node: (i, 0) for i, node in enumerate(graph.nodes)}
+    last_placeholder: fx.Node = graph.find_nodes(op="placeholder")[-1]
     last_behind: dict[int, fx.Node] = {}
     for node in list(graph.nodes):
         if node in needed or not node.all_input_nodes or not _may_advance(node, runs):
             continue
-        last_input = max(node.all_input_nodes, key=position.__getitem__)
-        if last_input.op == "placeholder":
-            continue
-        number = position[last_input][0]
-        behind = last_behind.get(number, last_input)
+        last = max((last_placeholder, *node.all_input_nodes), key=position.__getitem__)
+        if last is last_placeholder and not is_view(node):
+            continue  # a copy of a parameter in another type, say: it would only be there longer
+        number = position[last][0]
+        behind = last_behind.get(number, last)
         behind.append(node)
         position[node] = (number, position[behind][1] + 1)
         last_behind[number] = node

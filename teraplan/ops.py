@@ -47,9 +47,7 @@ _EXACT = (torch.Tag.needs_exact_strides,)
 
 LIBRARY.define("enter(Tensor anchor, str table) -> Tensor", tags=_EXACT)
 LIBRARY.define("enter_backward(Tensor anchor, Tensor token, str table) -> Tensor", tags=_EXACT)
-LIBRARY.define(
-    "save(Tensor x, Tensor(a!) chain, int slot, Tensor[] beside) -> Tensor", tags=_EXACT
-)
+LIBRARY.define("save(Tensor x, Tensor(a!) chain, int slot, Tensor[] beside) -> Tensor", tags=_EXACT)
 LIBRARY.define(
     "need(Tensor token, Tensor(a!) chain, int slot, SymInt[] size, SymInt[] stride, "
     "ScalarType dtype) -> Tensor",

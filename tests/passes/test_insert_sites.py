@@ -140,6 +140,24 @@ def test_what_is_saved_at_the_end_of_a_graph_is_saved_where_it_is_used_last() ->
     assert all(order[save] < order[second] for save in results)
 
 
+def test_a_mask_for_the_backward_is_made_next_to_what_it_is_of() -> None:
+    """AOTAutograd leaves it at the graph's end, where the first ReLU's result would still be."""
+
+    def program(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = F.dropout(torch.relu(x @ a), 0.5)
+        return F.dropout(torch.relu(y @ b), 0.5).sum()
+
+    inputs = [torch.randn(512, 512, requires_grad=True) for _ in range(3)]
+    forward, _, _ = instrumented(program, *inputs, fused=True)
+    order = {node: i for i, node in enumerate(forward.nodes)}
+    masks = forward.find_nodes(op="call_function", target=torch.ops.aten.le.Scalar)
+    _, second_product = forward.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(masks) == 2
+    saves = [n for n in order if n.target is ops.save and n.args[0] in masks]
+    assert len(saves) == 2
+    assert min(order[save] for save in saves) < order[second_product], f"{forward}"
+
+
 def test_partitioners_are_the_same_whatever_room_there_is() -> None:
     """They are in the keys of compile caches, and the room changes no graph."""
     with_room = TeraplanPartitioner(room=Room(nbytes=1, gradients_bytes=0))

@@ -1,6 +1,7 @@
 """A saved activation is computed once, as it is where the graph returns it: by plain Inductor."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -36,24 +37,54 @@ def _inputs() -> list[Tensor]:
     return [torch.randint(0, 64, (1, LENGTH)), *weights]
 
 
+def _saved_and_read_twice(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The ReLU's result is saved for the second product, and read by the sine before."""
+    y = torch.relu(x @ a)
+    return ((y + torch.sin(y * 2)) @ b).square().sum() + (y @ c).sum()
+
+
 @pytest.mark.slow
 def test_no_more_kernels_than_without_ops() -> None:
-    plain, ours = _num_kernels("inductor"), _num_kernels("teraplan", device_budget=100 * GIB)
-    assert plain > 3
-    assert ours <= plain
+    function, inputs = _grouped_attention, _inputs()
+    plain = _codes(function, inputs, "inductor")
+    ours = _codes(function, inputs, "teraplan", device_budget=100 * GIB)
+    assert sum(map(_num_kernels, plain)) > 3
+    assert sum(map(_num_kernels, ours)) <= sum(map(_num_kernels, plain))
 
 
-def _num_kernels(backend: str, **options: int) -> int:
-    """Calls of fused kernels in the generated code of forward and backward."""
+@pytest.mark.slow
+def test_what_is_saved_is_read_in_the_kernel_that_makes_it() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(WIDTH * HEADS, WIDTH * HEADS, requires_grad=True) for _ in range(4)]
+    plain, _ = _codes(_saved_and_read_twice, inputs, "inductor")
+    ours, _ = _codes(_saved_and_read_twice, inputs, "teraplan", device_budget=100 * GIB)
+    assert "teraplan.save" in ours
+    assert _num_loops(ours) == _num_loops(plain) > 0
+
+
+def _num_kernels(code: str) -> int:
+    """Calls of fused kernels."""
+    return len(re.findall(r"^ +cpp_fused\w*\(", code, re.MULTILINE))
+
+
+def _num_loops(code: str) -> int:
+    """Passes over memory in fused kernels, their tails counted as well."""
+    return len(re.findall(r"\bfor ?\(int64_t x0=", code))
+
+
+def _codes(
+    function: Callable[..., Tensor], inputs: list[Tensor], backend: str, **options: int
+) -> list[str]:
+    """The generated code of forward and backward."""
     torch._dynamo.reset()
-    compiled = torch.compile(_grouped_attention, backend=backend, options={**options} or None)
+    compiled = torch.compile(function, backend=backend, options={**options} or None)
     with (
         functorch_config.patch(enable_autograd_cache=False),
         inductor_config.patch(fx_graph_cache=False),
     ):
-        _, sources = run_fw_bw_and_get_code(lambda: compiled(*_inputs()))
+        _, sources = run_fw_bw_and_get_code(lambda: compiled(*inputs))
     assert len(sources) == 2
-    return sum(len(re.findall(r"^ +cpp_fused\w*\(", source, re.MULTILINE)) for source in sources)
+    return list(sources)
 
 
 def test_only_what_inductor_compiles_is_realized() -> None:
