@@ -46,6 +46,7 @@ def test_a_closure_is_given_the_chance_to_compile(caplog: pytest.LogCaptureFixtu
         assert "no graph has been compiled" in caplog.text
 
 
+@pytest.mark.slow
 def test_only_for_our_backend_and_only_where_nothing_is_compiled() -> None:
     """In a process that has imported teraplan for its status."""
     code = """
