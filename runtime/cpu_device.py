@@ -33,8 +33,6 @@ _WORTH_TRIMMING_BYTES = 4 << 20
 _PART_THAT_MAY_BE_FREE = 64
 """Of the tensors' bytes, one in so many may lie free in the process while memory is measured."""
 _SITES_BETWEEN_TRIMS = 256
-_SITES_WITHOUT_READING = 16
-_WORTH_READING_LESS_BYTES = 64 << 20
 _MOST_TIME_FOR_URGENT_TRIMS = 0.02
 _FAULT_NS_PER_BYTE = 0.25
 """The heap is trimmed rarely: what is given back is touched, and faults, again."""
@@ -150,10 +148,6 @@ class CpuDevice(Device):
         self._transfers: list[TransferRecord] = []
         self._beside: Beside | None = None
         self._limit_bytes: int | None = None
-        self._sites_unread = 0
-        self._unread_limits = (0, 0)
-        self._unread_held_bytes = 0
-        """So long as the pool holds less, the process is far below these limits."""
         self._most_beside_pool_bytes = 0
         """What the heap gave back when it was trimmed it takes again."""
 
@@ -251,8 +245,6 @@ class CpuDevice(Device):
 
     def keep_under(self, limit_bytes: int, headroom_bytes: int, spare_bytes: int = 0) -> None:
         self._sites_since_trim += 1
-        if self._is_far_below(limit_bytes, headroom_bytes):
-            return
         self._limit_bytes = limit_bytes
         resident = self._resident_soon()
         beside_bytes = self._beside.held_bytes if self._beside is not None else 0
@@ -276,19 +268,6 @@ class CpuDevice(Device):
         )
         if beyond > _WORTH_TRIMMING_BYTES and is_due:
             self._trim_heap()
-        self._sites_unread, self._unread_limits = 0, (limit_bytes, headroom_bytes)
-        room_bytes = limit_bytes - headroom_bytes - resident
-        worth_it = self._beside is None and room_bytes > _WORTH_READING_LESS_BYTES
-        self._unread_held_bytes = pool_bytes + room_bytes // 2 if worth_it else 0
-
-    def _is_far_below(self, limit_bytes: int, headroom_bytes: int) -> bool:
-        """True if the resident set, whose reading takes 10 us, need not be known at this site."""
-        self._sites_unread += 1
-        return (
-            self.pool.held_bytes < self._unread_held_bytes
-            and self._sites_unread <= _SITES_WITHOUT_READING
-            and self._unread_limits == (limit_bytes, headroom_bytes)
-        )
 
     def peak_bytes(self) -> int:
         return process_memory.peak_bytes()
