@@ -79,3 +79,16 @@ def test_the_budget_that_is_named_is_enough(forecast: Make, moving_bytes: int) -
     assert f"set device_budget to {format_nbytes(named)} ({named} bytes)" in str(refusal.value)
     assert not is_refused(made, named - moving_bytes, certainly=False)
     assert ("for the training state that moves" in str(refusal.value)) == bool(moving_bytes)
+
+
+def test_what_is_named_has_room_for_what_kernels_take_more(forecast: Make) -> None:
+    """Where nothing but activations can move: a refusal after measuring would come too late."""
+
+    def margin(*, certainly: bool) -> int:
+        made = forecast(TABLE)
+        with pytest.raises(InfeasibleBudgetError) as refusal:
+            made.refuse(STATE, certainly=certainly)
+        return refusal.value.least_budget_bytes - made.least_bytes
+
+    assert margin(certainly=False) < 3 * MIB
+    assert margin(certainly=True) > 4 * MIB + BESIDE // 8
