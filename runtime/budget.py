@@ -18,8 +18,9 @@ _MARGIN_BYTES = 64 << 10
 """By so much, and a little more, a budget that is named as enough is larger than the least."""
 _WIDE_MARGIN_BYTES, _WIDE_MARGIN_FRACTION = 4 << 20, 1 / 8
 """The same where nothing but activations can make up for what kernels take more than predicted, and
-its part of what graphs have beside what lasts. Of 16 models one with two forwards and three
-backwards in a step lacked more than that, the others up to 3.9 MiB."""
+its part of what graphs have beside what lasts; at most half of the way to where nothing moves. Of
+16 models one with two forwards and three backwards in a step lacked more, the others up to 3.9 MiB.
+"""
 _HOPELESS_FRACTION, _HOPELESS_WHERE_SIZES_VARY = 5 / 8, 1 / 4
 """Of what graphs have beside what lasts. Of 26 models with fixed sizes at least 0.72 of it was
 needed (median 0.96); where sizes vary, three quarters were not."""
@@ -145,7 +146,8 @@ class GraphForecast:
     @property
     def _wide_margin_bytes(self) -> int:
         beside = self.least_bytes - self.lasting_bytes
-        return _WIDE_MARGIN_BYTES + int(beside * _WIDE_MARGIN_FRACTION)
+        margin = _WIDE_MARGIN_BYTES + int(beside * _WIDE_MARGIN_FRACTION)
+        return min(margin, max(0, self.unlimited_peak_bytes - self.least_bytes) // 2)
 
     @property
     def _updated_bytes(self) -> int:

@@ -143,6 +143,7 @@ class CpuDevice(Device):
         self._next_urgent_trim_ns = 0
         self.pool, refusal = cpu_pool.join(self)
         self._without_pool = (_HEAP.format(refusal),) if refusal else ()
+        self.spare_pages = None if refusal else self.pool
         if refusal:
             fallbacks.allow(*self._without_pool, strict=strict)
         self._transfers: list[TransferRecord] = []
@@ -236,7 +237,14 @@ class CpuDevice(Device):
         if self._limit_bytes is None:
             self._trim()
             return
-        self.pool.shrink(self._resident_soon() + nbytes - self._limit_bytes)
+        beyond = self._resident_soon() + nbytes - self._limit_bytes
+        beyond -= self.pool.shrink(beyond)
+        if self.pool.room_bytes is not None:
+            self.pool.room_bytes = max(0, min(self.pool.room_bytes, -beyond))
+
+    def make_room_for_tensors(self, nbytes: int) -> None:
+        if self._limit_bytes is None or self.spare_pages is None:
+            self.make_room(nbytes)  # else the pool keeps to its room
 
     def _resident_soon(self) -> int:
         """What is resident now and will be without another allocation."""
@@ -256,8 +264,9 @@ class CpuDevice(Device):
         urgent = beyond > headroom_bytes
         if self._beside is not None:  # what one leaves the other takes
             still = -beyond - spare_bytes + self.pool.waiting_bytes
-            needed = min(headroom_bytes, max(0, still))
-            self._limit_bytes -= headroom_bytes
+            again_bytes = self._most_beside_pool_bytes - (resident - pool_bytes)
+            needed = min(headroom_bytes, again_bytes, max(0, still))
+            self._limit_bytes -= needed
             beyond -= self.pool.shrink(beyond + needed)
             self.pool.room_bytes = max(0, -beyond - needed)
         else:

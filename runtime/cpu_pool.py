@@ -115,6 +115,16 @@ class CpuPool:
             self._unmap(nbytes)
             return before - self._waiting.nbytes
 
+    def lend(self, nbytes: int) -> int | None:
+        """See `SparePages`: memory that waits for a tensor."""
+        with self._changing():
+            return self._waiting.take_piece(nbytes)
+
+    def hand_in(self, address: int, nbytes: int) -> None:
+        """See `SparePages`: from now on it waits for a tensor."""
+        with self._changing():
+            self._waiting.give_piece(address, nbytes)
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """With the lock that PyTorch's requests take, and all that has been freed."""

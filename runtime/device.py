@@ -85,6 +85,18 @@ class Beside(Protocol):
         ...
 
 
+class SparePages(Protocol):
+    """Touched memory of this process that nothing needs now. In whole pages, each time in a row."""
+
+    def lend(self, nbytes: int) -> int | None:
+        """Address of so many bytes, which may be moved elsewhere; None if there are none."""
+        ...
+
+    def hand_in(self, address: int, nbytes: int) -> None:
+        """Keep what lies there for whoever needs it next."""
+        ...
+
+
 class Device(ABC):
     """Memory and transfers of one device."""
 
@@ -97,6 +109,8 @@ class Device(ABC):
     type: str
     """As in `torch.device(type)`."""
     storage: Storage
+    spare_pages: SparePages | None = None
+    """What training state does not need others take, and the other way round."""
     host_pool: PinnedPool
     """Host memory for what is updated on the host's cores; part of the host budget."""
 
@@ -167,11 +181,15 @@ class Device(ABC):
         return 0
 
     def make_room(self, nbytes: int) -> None:
-        """Other code is about to take `nbytes` at once: give free memory back that is in its way.
-
-        Needed only where training state moves, whose updates run between sites.
-        """
+        """Training state is about to take `nbytes`: give free memory back that is in its way."""
         raise NotImplementedError(f"training state cannot leave {self.name}")
+
+    def make_room_for_tensors(self, nbytes: int) -> None:
+        """Tensors of `nbytes` are about to be made between two sites, in a step that moves state.
+
+        Needed only where their memory does not come out of what is free anyway.
+        """
+        self.make_room(nbytes)
 
     @abstractmethod
     def peak_bytes(self) -> int:

@@ -82,6 +82,20 @@ class FreeRanges:
         self._insert(rest)
         return found
 
+    def take_piece(self, nbytes: int) -> int | None:
+        """Address of `nbytes` of one piece, in the smallest range that has it; None if none has.
+
+        Where in the piece, see `take`.
+        """
+        for _, start in self._sizes[bisect_left(self._sizes, (nbytes, 0)) :]:
+            block = self._by_start[start]
+            piece = next((piece for piece in block.pieces if piece.nbytes >= nbytes), None)
+            if piece is not None:
+                address = piece.end - nbytes if nbytes % HUGE_PAGE_BYTES else piece.address
+                self._cut_out(block, address, nbytes)
+                return address
+        return None
+
     def cut_off(self, nbytes: int) -> PageBlock:
         """The end of a range, `nbytes` or a little more; the largest range if all are smaller."""
         at = bisect_left(self._sizes, (nbytes, 0))
@@ -99,6 +113,15 @@ class FreeRanges:
         self._by_end = {block.end: block for block in blocks}
         self._sizes = sorted((block.nbytes, block.address) for block in blocks)
         self.nbytes = sum(block.nbytes for block in blocks)
+
+    def _cut_out(self, block: PageBlock, address: int, nbytes: int) -> None:
+        """The rest of the range, before `address` and behind, is all that there is of it."""
+        self._remove(block)
+        if address > block.address:
+            before, block = block.split(address - block.address)
+            self._insert(before)
+        if block.nbytes > nbytes:
+            self._insert(block.split(nbytes)[1])
 
     def _insert(self, block: PageBlock) -> None:
         self._by_start[block.address] = self._by_end[block.end] = block

@@ -38,6 +38,19 @@ class PagePool:
         """Keep the memory of a block that nobody uses any more."""
         (self._large if block.is_large else self._small).add(block)
 
+    def take_piece(self, nbytes: int) -> int | None:
+        """Address of `nbytes` of touched memory that may move on by one move; None: there are none.
+
+        The pages are the caller's.
+        """
+        address = self._small.take_piece(nbytes) if nbytes < HUGE_PAGE_BYTES else None
+        return self._large.take_piece(nbytes) if address is None else address
+
+    def give_piece(self, address: int, nbytes: int) -> None:
+        """Keep memory that may move on by one move."""
+        piece = Piece(address, nbytes, new_mapping())
+        self.give(PageBlock(address, [piece], is_large=nbytes >= HUGE_PAGE_BYTES))
+
     def make(self, nbytes: int, reused_bytes: int) -> PageBlock:
         """A new block, `reused_bytes` of it out of what waits, if there are so many.
 

@@ -56,7 +56,7 @@ class StateArena:
         self.shown: OrderedDict[Block, None] = OrderedDict()
         """Where the spill file is shown."""
         self._coming: set[Block] = set()
-        """Of `shown`, all that are being read, and some that have been."""
+        """Of `shown`, those that are being read into fresh pages, and some that have been."""
         self._leaving: deque[Block] = deque()
         self._emptied: deque[Block] = deque()
         self._epoch = 0
@@ -74,8 +74,9 @@ class StateArena:
         size = pages.round_up(nbytes)
         with self.lock:
             self._settle()
+            address, _ = self._pages(size)
             block = Block(
-                key=key, what=what, shape=shape, dtype=dtype, address=self._pages(size), nbytes=size
+                key=key, what=what, shape=shape, dtype=dtype, address=address, nbytes=size
             )
             self.blocks[block], self.sizes[key] = None, size
             self._alive[key] += 1
@@ -114,6 +115,7 @@ class StateArena:
     def close(self) -> None:
         """Keep no memory for later: what a tensor has is unmapped when it ends. Idempotent."""
         self.make_room, self.limit_bytes = None, 0  # so nothing waits from now on
+        self.memory.spare = None
         self.memory.shrink_to(0)
         self._tenants.close(self._forget_ended)
 
@@ -306,12 +308,13 @@ class StateArena:
 
     def _start_back(self, block: Block, *, urgent: bool = False) -> None:
         assert block.record is not None, f"{block.label} is away without a record"
-        block.landing = self._pages(block.nbytes)
+        block.landing, is_touched = self._pages(block.nbytes)
         self._away.pop(block.key, None)
         block.epoch = self._epoch
         block.arrival = self.storage.get(block.record, block.landing, owner=block, urgent=urgent)
         block.place = Place.COMING
-        self._coming.add(block)
+        if not is_touched:
+            self._coming.add(block)
         self.log.read_bytes += block.nbytes
 
     def _bring(self, block: Block) -> None:
@@ -326,17 +329,17 @@ class StateArena:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def _pages(self, nbytes: int) -> int:
-        """Address of pages for a block, after making room for them."""
+    def _pages(self, nbytes: int) -> tuple[int, bool]:
+        """Address of pages for a block, after making room for them, and if they are touched."""
         waiting = self.memory.take_waiting(nbytes)
         if waiting is None:
             self._make_room(nbytes)
-            waiting = self.memory.take_waiting(nbytes)
+            waiting = self.memory.take_waiting(nbytes) or self.memory.take_spare(nbytes)
         if waiting is not None:
-            return waiting
+            return waiting, True
         if self.make_room is not None:
             self.make_room(nbytes)
-        return self.memory.take_fresh(nbytes)
+        return self.memory.take_fresh(nbytes), False
 
     def _give(self, address: int, nbytes: int) -> None:
         self.memory.give(address, nbytes)

@@ -1,13 +1,15 @@
 """Memory that the training state holds: what its blocks have, and what waits for the next one.
 
 fresh -> a block has it -> given: waits -> another block of that size has it
-                                        -> shrunk: back to the system
+                                        -> shrunk: others take it, and give it back (`spare`)
+                                                   or it goes to the system
 A block is always one mapping: its pages move to a tensor's address by one move.
 """
 
 from collections import OrderedDict
 
 from teraplan.runtime import pages
+from teraplan.runtime.device import SparePages
 
 
 class HeldPages:
@@ -18,6 +20,7 @@ class HeldPages:
         """All that is held, what waits included."""
         self.peak_bytes = 0
         """The most since `take_peak`."""
+        self.spare: SparePages | None = None
         self._waiting: OrderedDict[int, list[int]] = OrderedDict()
         """Addresses by size; sizes that have been given in the longest time ago come first."""
         self._waiting_bytes = 0
@@ -45,6 +48,13 @@ class HeldPages:
         self._waiting_bytes -= nbytes
         return addresses.pop()
 
+    def take_spare(self, nbytes: int) -> int | None:
+        """Address of touched pages that others do not need, None if there are none."""
+        address = self.spare.lend(nbytes) if self.spare is not None else None
+        if address is not None:
+            self.count(nbytes)
+        return address
+
     def take_fresh(self, nbytes: int) -> int:
         """Address of untouched pages."""
         self.count(nbytes)
@@ -63,6 +73,10 @@ class HeldPages:
             if not addresses:
                 del self._waiting[nbytes]
                 continue
-            pages.release(addresses.pop(), nbytes)
+            address = addresses.pop()
             self._waiting_bytes -= nbytes
             self.nbytes -= nbytes
+            if self.spare is not None:
+                self.spare.hand_in(address, nbytes)
+            else:
+                pages.release(address, nbytes)

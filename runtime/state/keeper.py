@@ -225,11 +225,12 @@ class StateKeeper:
         """Start with a part of what is left of the budget."""
         limit_bytes = int(max(0, left_bytes) * _FIRST_SHARE)
         chunk_bytes = chunk_nbytes(self._device.hardware().storage_link, limit_bytes)
-        self.state = TrainingState(self._device.storage, limit_bytes, chunk_bytes=chunk_bytes)
-        self.state.make_room = self._device.make_room
-        self._device.keeps_beside(self.state.arena)
-        at_gradients = self._config.update == "gradient"
-        self._steps = OptimizerSteps(self.state, self._device.make_room, at_gradients=at_gradients)
+        device, at_gradients = self._device, self._config.update == "gradient"
+        self.state = TrainingState(device.storage, limit_bytes, chunk_bytes=chunk_bytes)
+        self.state.make_room, self.state.spare_pages = device.make_room, device.spare_pages
+        device.keeps_beside(self.state.arena)
+        make_room = device.make_room_for_tensors
+        self._steps = OptimizerSteps(self.state, make_room, at_gradients=at_gradients)
 
 
 def _shared_text(parameter: torch.Tensor) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.graph_table import MIN_SLOT_BYTES
+from teraplan.runtime.device import SparePages
 from teraplan.runtime.pages import round_up
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.at_gradients import AtGradients
@@ -77,6 +78,8 @@ class TrainingState:
         """The graph that runs, or has run last, is one whose steps have sites."""
         self.make_room: Callable[[int], object] | None = None
         """Gives back memory that nobody uses, where a plan divides the budget."""
+        self.spare_pages: SparePages | None = None
+        """Where memory goes then that is not needed, and comes from."""
         self.at_gradients: AtGradients | None = None
         """Set where parameters may be updated in the backward."""
         self._follows_plan = False
@@ -228,6 +231,7 @@ class TrainingState:
         """
         self._follows_plan = follows
         self.arena.make_room = self.make_room if follows else None
+        self.arena.memory.spare = self.spare_pages if follows else None
         if not follows:
             self.arena.keep_to(self.limit_bytes)
 

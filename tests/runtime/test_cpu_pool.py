@@ -116,6 +116,25 @@ def test_shrinking_gives_memory_back_to_the_system(pool: CpuPool) -> None:
     assert before - process_memory.resident_bytes() >= 56 * MIB
 
 
+def test_what_waits_is_lent_and_comes_back_as_it_is(pool: CpuPool) -> None:
+    assert pool.lend(MIB) is None, "nothing waits"
+    del (first := [_floats(6 * MIB, 1.0), _floats(3 * MIB, 2.0)])[:]
+    before = process_memory.resident_bytes()
+    lent = [pool.lend(nbytes) for nbytes in (5 * MIB, 2 * MIB + 4096)]
+    assert pool.waiting_bytes == 2 * MIB - 4096
+    target = pages.take(5 * MIB)
+    assert lent[0] is not None
+    pages.move(lent[0], target, 5 * MIB, keep_source=False)
+    assert ctypes.c_float.from_address(target).value in (1.0, 2.0), "touched, and whole"
+    pool.hand_in(target, 5 * MIB)
+    assert lent[1] is not None
+    pool.hand_in(lent[1], 2 * MIB + 4096)
+    assert pool.waiting_bytes == 9 * MIB
+    first.append(_floats(5 * MIB, 3.0))
+    assert _all_are(first[0], 3.0)
+    assert abs(process_memory.resident_bytes() - before) < MIB, "nothing was touched anew"
+
+
 def test_what_is_unmapped_is_whole_pages() -> None:
     pool, start = PagePool(), pages.take(MIB)
     pool.give(PageBlock(start, [Piece(start, MIB, 1)], is_large=False))

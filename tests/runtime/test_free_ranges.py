@@ -1,5 +1,6 @@
 """Ranges of free memory: numbers alone, no memory behind them."""
 
+import itertools
 import random
 from itertools import pairwise
 
@@ -58,9 +59,26 @@ def test_what_is_cut_off_leaves_whole_units() -> None:
     assert ranges.nbytes == 0
 
 
+def test_what_can_move_on_by_one_move_is_of_one_piece() -> None:
+    ranges = FreeRanges(MIB)
+    for offset, nbytes in ((0, 3), (3, 3), (10, 5), (20, 9)):
+        ranges.add(_block(offset * MIB, nbytes * MIB, offset))
+    assert ranges.take_piece(4 * MIB) == _START + 10 * MIB, "6 MiB are two pieces; huge pages"
+    assert ranges.take_piece(3 * MIB) == _START, "all of the first piece of two"
+    assert ranges.take_piece(5 * MIB) == _START + 24 * MIB, "the end of 9 MiB"
+    assert ranges.take_piece(5 * MIB) is None
+    assert ranges.nbytes == 8 * MIB
+    assert [_where(ranges.take(n * MIB)) for n in (1, 3, 4)] == [
+        (14 * MIB, MIB),
+        (3 * MIB, 3 * MIB),
+        (20 * MIB, 4 * MIB),
+    ]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_byte_is_lost_or_given_twice(seed: int) -> None:
     chance, ranges, held = random.Random(seed), FreeRanges(HUGE_PAGE_BYTES), list[PageBlock]()
+    new_mapping = itertools.count(100).__next__
     total = 64
     for number in range(total // 4):
         ranges.add(_block(number * 4 * MIB, 4 * MIB, number))
@@ -68,8 +86,16 @@ def test_no_byte_is_lost_or_given_twice(seed: int) -> None:
         if held and chance.random() < 0.5:
             ranges.add(held.pop(chance.randrange(len(held))))
             continue
-        nbytes = chance.randrange(1, 12) * MIB
-        block = ranges.take(nbytes) if chance.random() < 0.8 else ranges.cut_off(nbytes)
+        nbytes, way = chance.randrange(1, 12) * MIB, chance.random()
+        if way < 0.2:
+            address = ranges.take_piece(min(nbytes, 4 * MIB))
+            if address is not None:
+                held.append(_block(address - _START, min(nbytes, 4 * MIB), new_mapping()))
+            block = None
+        elif way < 0.8 or not ranges.nbytes:
+            block = ranges.take(nbytes)
+        else:
+            block = ranges.cut_off(nbytes)
         if block is not None:
             held.append(block)
         used = sorted((b.address, b.end) for b in held)
@@ -80,4 +106,4 @@ def test_no_byte_is_lost_or_given_twice(seed: int) -> None:
             assert [piece.address for piece in block.pieces] == ends[:-1]
             assert ends[-1] == block.end
             mappings = [piece.mapping for piece in block.pieces]
-            assert len(set(mappings)) == len(mappings), "one piece for each mapping"
+            assert all(one != other for one, other in pairwise(mappings)), "else they are one"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from teraplan.errors import IntegrityError
 from teraplan.runtime import process_memory
+from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.departures import departures
@@ -146,6 +147,31 @@ def test_ended_tensors_give_their_memory_back(arena: StateArena) -> None:
         time.sleep(0.01)
     assert not arena.blocks
     assert arena.storage.bytes_in_use == 0
+
+
+def test_memory_that_it_does_not_need_is_others_and_the_other_way_round(
+    arena: StateArena,
+) -> None:
+    pool = arena.memory.spare = CpuPool()
+    kept = [filled(arena, number) for number in range(4)]
+    blocks = [block for _, block in kept]
+    arena.keep_to(MIB)
+    assert (arena.held_bytes, pool.waiting_bytes) == (MIB, 3 * MIB)
+    before = process_memory.resident_bytes()
+    arena.keep_to(4 * MIB)
+    for block in blocks:
+        arena.fetch(block)
+    assert (arena.held_bytes, pool.waiting_bytes) == (4 * MIB, 0)
+    assert arena.coming_bytes == 0, "what they come into is touched"
+    for number, (tensor, block) in enumerate(kept):
+        arena.use(block)
+        assert torch.equal(tensor, torch.full_like(tensor, float(number)))
+        arena.done(block, leaves=False)
+    assert process_memory.resident_bytes() - before < MIB
+    arena.close()
+    del kept, tensor
+    gc.collect()
+    assert pool.waiting_bytes == 0, "its last memory goes to the system"
 
 
 def test_reading_everything_that_is_away_fills_no_memory(arena: StateArena) -> None:
