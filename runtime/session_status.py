@@ -39,6 +39,7 @@ def status_of(session: "Session") -> Status:
     left = [item for t in session.tables.values() for item in t.uncovered]
     uncovered = sum(nbytes for _, nbytes, _ in left)
     recorder, host_updates = session.engine.recorder, session.host_updates
+    stores = _stores(session)
     status = {
         "phase": _phase(session),
         "steps": session.steps,
@@ -50,8 +51,8 @@ def status_of(session: "Session") -> Status:
         "diverged_steps": session.diverged_steps,
         "bytes_out": _moved(session.last_transfers, Direction.OUT),
         "bytes_back": _moved(session.last_transfers, Direction.BACK),
-        "stores": _stores(session),
-        "endurance_used": _endurance_used(session),
+        "stores": stores,
+        "endurance_used": _endurance_used(session, stores),
         "fallbacks": tuple(
             dict.fromkeys(
                 (
@@ -166,11 +167,11 @@ def _moved(transfers: Sequence[TransferRecord], direction: Direction) -> dict[st
     return dict(moved)
 
 
-def _endurance_used(session: "Session") -> float:
+def _endurance_used(session: "Session", stores: Sequence[StoreStatus]) -> float:
     endurance = session.config.endurance
     if endurance is None or not endurance.nbytes:
         return -1.0
-    return sum(store.written_bytes for store in session.device.stores()) / endurance.nbytes
+    return sum(store.written_bytes for store in stores) / endurance.nbytes
 
 
 def _stores(session: "Session") -> tuple[StoreStatus, ...]:

@@ -163,13 +163,13 @@ def test_memory_that_it_does_not_need_is_others_and_the_other_way_round(
         arena.fetch(block)
     assert (arena.held_bytes, pool.waiting_bytes) == (4 * MIB, 0)
     assert arena.coming_bytes == 0, "what they come into is touched"
-    for number, (tensor, block) in enumerate(kept):
+    for block in blocks:
         arena.use(block)
-        assert torch.equal(tensor, torch.full_like(tensor, float(number)))
         arena.done(block, leaves=False)
+    assert [tensor.mean().item() for tensor, _ in kept] == [0, 1, 2, 3]
     assert process_memory.resident_bytes() - before < MIB
     arena.close()
-    del kept, tensor
+    kept.clear()
     gc.collect()
     assert pool.waiting_bytes == 0, "its last memory goes to the system"
 
