@@ -238,7 +238,8 @@ class CpuDevice(Device):
             self._trim()
             return
         beyond = self._resident_soon() + nbytes - self._limit_bytes
-        beyond -= self.pool.shrink(beyond)
+        if beyond > 0:
+            beyond -= self.pool.shrink(beyond)
         if self.pool.room_bytes is not None:
             self.pool.room_bytes = max(0, min(self.pool.room_bytes, -beyond))
 
@@ -251,7 +252,7 @@ class CpuDevice(Device):
         coming = self._beside.coming_bytes if self._beside is not None else 0
         return process_memory.resident_bytes_fast() + coming
 
-    def keep_under(self, limit_bytes: int, headroom_bytes: int, spare_bytes: int = 0) -> None:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
         self._sites_since_trim += 1
         self._limit_bytes = limit_bytes
         resident = self._resident_soon()
@@ -262,16 +263,9 @@ class CpuDevice(Device):
         self.pool.slack_bytes = max(0, free_bytes)
         beyond = resident - limit_bytes
         urgent = beyond > headroom_bytes
-        if self._beside is not None:  # what one leaves the other takes
-            still = -beyond - spare_bytes + self.pool.waiting_bytes
-            again_bytes = self._most_beside_pool_bytes - (resident - pool_bytes)
-            needed = min(headroom_bytes, again_bytes, max(0, still))
-            self._limit_bytes -= needed
-            beyond -= self.pool.shrink(beyond + needed)
-            self.pool.room_bytes = max(0, -beyond - needed)
-        else:
-            self.pool.room_bytes = None
-            beyond -= self.pool.shrink(beyond) if beyond > 0 else 0
+        if beyond > 0:
+            beyond -= self.pool.shrink(beyond)
+        self.pool.room_bytes = max(0, -beyond) if self._beside is not None else None
         is_due = self._sites_since_trim > _SITES_BETWEEN_TRIMS or (
             urgent and time.perf_counter_ns() >= self._next_urgent_trim_ns
         )

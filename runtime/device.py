@@ -165,7 +165,7 @@ class Device(ABC):
         """The most `resident_bytes` has been since the last call of this."""
 
     @abstractmethod
-    def keep_under(self, limit_bytes: int, headroom_bytes: int, spare_bytes: int = 0) -> None:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
         """Give free memory back to the system if the process holds too much. Called at every site.
 
         Args:
@@ -173,7 +173,6 @@ class Device(ABC):
             headroom_bytes: what it may hold more for a while where giving back costs time, and what
                 it is to hold less where little is in use, so that other code has room between two
                 sites.
-            spare_bytes: what the plan leaves of the limit until the next site.
         """
 
     def waited_beside_ns(self) -> int:

@@ -386,9 +386,7 @@ class Engine:
     def _leave(self) -> None:
         assert self.recorder is not None
         if self._resident_limits is not None:
-            site, schedule = self.mover.site, self.schedule
-            spare = schedule.spare_bytes[site] if schedule is not None else 0
-            self.device.keep_under(*self._resident_limits, spare)
+            self.device.keep_under(*self._resident_limits)
         # Not earlier: until here, what `save` adds counts as workspace of the interval before.
         managed_bytes = self.mover.managed_bytes
         state_bytes = self._state_sites.in_use_bytes if self._state_sites is not None else 0

@@ -69,9 +69,6 @@ class Schedule:
         rests = [available - site.workspace_bytes for site in self.sites]
         self.rest_bytes = min(rests, default=available)
         """What activations and training state may take at any site."""
-        used = (saved + state).tolist()
-        self.spare_bytes = tuple(r - n for r, n in zip(rests, used, strict=True))
-        """What is left of the budget at each site."""
         self.limits_bytes = tuple(r - n for r, n in zip(rests, state.tolist(), strict=True))
         """What activations may take at each site."""
         self.state_limits_bytes = tuple(r - n for r, n in zip(rests, saved.tolist(), strict=True))
