@@ -132,8 +132,8 @@ class BudgetShares:
             return self.rest_bytes - case.memory.state_bytes - max(case.memory.workspaces_bytes)
         return self.rest_bytes - self.forecast.other_bytes
 
-    def resident_limits(self, case: Case) -> tuple[int, int] | None:
-        """What the process may hold once it is measured, and the headroom; see `keep_under`."""
+    def resident_limits(self, case: Case) -> tuple[int, int, int] | None:
+        """What `keep_under` is told; None until memory is measured."""
         if case.memory is None:
             return None
         schedule = case.schedule
@@ -141,7 +141,8 @@ class BudgetShares:
         if self._keeper.moves:  # free memory waits wherever the plan leaves room
             budget -= case.reserve_bytes
         headroom = int(budget * HEADROOM_FRACTION) + _HEADROOM_BYTES
-        return budget + case.memory.overhead_bytes, headroom
+        free_bytes = headroom if self._keeper.moves and case.keeps_free else 0
+        return budget + case.memory.overhead_bytes, headroom, free_bytes
 
     def _refresh(self, tables: Iterable[GraphTable]) -> None:
         self.forecast.refresh(

@@ -63,6 +63,8 @@ class Case:
     settled: bool = False
     """A plan that was predicted to be faster was slower: only predictions still change."""
     corrections: int = 0
+    keeps_free: bool = False
+    """The process takes more than the budget, and the plan can hold nothing more back for it."""
     gave_back: bool = False
     """Too much had been held back."""
     attempts: int = 0

@@ -252,20 +252,22 @@ class CpuDevice(Device):
         coming = self._beside.coming_bytes if self._beside is not None else 0
         return process_memory.resident_bytes_fast() + coming
 
-    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int, free_bytes: int = 0) -> None:
         self._sites_since_trim += 1
         self._limit_bytes = limit_bytes
         resident = self._resident_soon()
         beside_bytes = self._beside.held_bytes if self._beside is not None else 0
         pool_bytes = self.pool.held_bytes + beside_bytes
         self._most_beside_pool_bytes = max(self._most_beside_pool_bytes, resident - pool_bytes)
-        free_bytes = limit_bytes - headroom_bytes - self._most_beside_pool_bytes - pool_bytes
-        self.pool.slack_bytes = max(0, free_bytes)
+        slack = limit_bytes - headroom_bytes - self._most_beside_pool_bytes - pool_bytes
+        self.pool.slack_bytes = max(0, slack)
         beyond = resident - limit_bytes
         urgent = beyond > headroom_bytes
-        if beyond > 0:
-            beyond -= self.pool.shrink(beyond)
-        self.pool.room_bytes = max(0, -beyond) if self._beside is not None else None
+        free_bytes = min(free_bytes, max(0, self.pool.waiting_bytes - beyond))
+        self._limit_bytes -= free_bytes
+        if beyond + free_bytes > 0:
+            beyond -= self.pool.shrink(beyond + free_bytes)
+        self.pool.room_bytes = max(0, -beyond - free_bytes) if self._beside is not None else None
         is_due = self._sites_since_trim > _SITES_BETWEEN_TRIMS or (
             urgent and time.perf_counter_ns() >= self._next_urgent_trim_ns
         )

@@ -159,7 +159,7 @@ class CudaDevice(Device):
     def peak_bytes(self) -> int:
         return self.cuda.memory("allocated", "peak")
 
-    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int, free_bytes: int = 0) -> None:
         reserved = self.cuda.memory("reserved", "current")
         if reserved <= limit_bytes + headroom_bytes:
             return

@@ -165,14 +165,14 @@ class Device(ABC):
         """The most `resident_bytes` has been since the last call of this."""
 
     @abstractmethod
-    def keep_under(self, limit_bytes: int, headroom_bytes: int) -> None:
+    def keep_under(self, limit_bytes: int, headroom_bytes: int, free_bytes: int = 0) -> None:
         """Give free memory back to the system if the process holds too much. Called at every site.
 
         Args:
             limit_bytes: what the process may hold of the device.
-            headroom_bytes: what it may hold more for a while where giving back costs time, and what
-                it is to hold less where little is in use, so that other code has room between two
-                sites.
+            headroom_bytes: what it may hold more for a while where giving back costs time.
+            free_bytes: what it is to hold less where so much is not in use, so that other code has
+                room between two sites.
         """
 
     def waited_beside_ns(self) -> int:

@@ -66,7 +66,7 @@ class Engine:
         self.managed_peak_bytes = 0
         self.diverged_at: int | None = None
         self.limit_bytes = 0
-        self._resident_limits: tuple[int, int] | None = None
+        self._resident_limits: tuple[int, int, int] | None = None
         self._rehearsal_limits: Sequence[int] = ()
         self.schedule: Schedule | None = None
         """Of the plan that the step runs under."""
@@ -116,7 +116,7 @@ class Engine:
         recorder: StepRecorder,
         schedule: Schedule | None,
         limit_bytes: int,
-        resident_limits: tuple[int, int] | None,
+        resident_limits: tuple[int, int, int] | None,
         rehearsal_limits: Sequence[int] = (),
     ) -> None:
         """Start a step: under `schedule`, or without a plan under `limit_bytes`.
@@ -125,8 +125,7 @@ class Engine:
             recorder: writes the step down.
             schedule: what to do, or None.
             limit_bytes: most managed bytes in a step without a plan.
-            resident_limits: most bytes that the process is to hold of the device, and how many
-                of these are to be left for allocations between two sites; None if not known.
+            resident_limits: what `Device.keep_under` is to be told; None if not known.
             rehearsal_limits: most managed bytes at each site of a step in which computing again
                 is tried; empty if it is not.
         """

@@ -135,7 +135,7 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
     except InfeasibleBudgetError as error:
         assert case.budgets is not None
         missing = error.least_budget_bytes - case.budgets.device_bytes
-    case.corrections = _MAX_CORRECTIONS
+    case.corrections, case.keeps_free = _MAX_CORRECTIONS, True
     case.reserve_bytes = before + max(0, beyond - missing) if missing > 0 else before
     plan = None
     if case.reserve_bytes > before:
