@@ -79,10 +79,8 @@ def test_frozen_parameters_are_written_once() -> None:
     frozen = 4 * WIDTH * WIDTH * 4
     trained = 2 * WIDTH * WIDTH * 4
     # Each step may write a parameter, its gradient and two states of what is trained.
-    assert state.arena.log.written_bytes <= frozen + 4 * trained * (STEPS + 1)
-    # What leaves where one step ends and the next begins is written in either.
-    assert 0 < state.last_step.written_bytes <= 4 * trained + 2 * WIDTH * WIDTH * 4
-    assert state.last_step.read_bytes > state.last_step.written_bytes
+    assert 0 < state.arena.log.written_bytes <= frozen + 4 * trained * (STEPS + 1)
+    assert state.arena.log.read_bytes > 2 * frozen, "they left, and came back more than once"
 
 
 def test_graphs_that_save_nothing_that_moves() -> None:
