@@ -72,15 +72,8 @@ class FreeRanges:
         at = bisect_left(self._sizes, (nbytes, 0))
         if at == len(self._sizes):
             return None
-        found = self._remove(self._by_start[self._sizes[at][1]])
-        if found.nbytes == nbytes:
-            return found
-        if nbytes % HUGE_PAGE_BYTES:
-            rest, found = found.split(found.nbytes - nbytes)
-        else:
-            found, rest = found.split(nbytes)
-        self._insert(rest)
-        return found
+        found = self._by_start[self._sizes[at][1]]
+        return self._cut_out(found, _place_in(found, nbytes), nbytes)
 
     def take_piece(self, nbytes: int) -> int | None:
         """Address of `nbytes` of one piece, in the smallest range that has it; None if none has.
@@ -91,21 +84,16 @@ class FreeRanges:
             block = self._by_start[start]
             piece = next((piece for piece in block.pieces if piece.nbytes >= nbytes), None)
             if piece is not None:
-                address = piece.end - nbytes if nbytes % HUGE_PAGE_BYTES else piece.address
-                self._cut_out(block, address, nbytes)
-                return address
+                return self._cut_out(block, _place_in(piece, nbytes), nbytes).address
         return None
 
     def cut_off(self, nbytes: int) -> PageBlock:
         """The end of a range, `nbytes` or a little more; the largest range if all are smaller."""
         at = bisect_left(self._sizes, (nbytes, 0))
-        found = self._remove(self._by_start[self._sizes[min(at, len(self._sizes) - 1)][1]])
-        rest_bytes = (found.end - nbytes) // self._unit_bytes * self._unit_bytes - found.address
-        if rest_bytes <= 0:
-            return found
-        rest, found = found.split(rest_bytes)
-        self._insert(rest)
-        return found
+        found = self._by_start[self._sizes[min(at, len(self._sizes) - 1)][1]]
+        start = (found.end - nbytes) // self._unit_bytes * self._unit_bytes
+        start = max(found.address, start)
+        return self._cut_out(found, start, found.end - start)
 
     def recover(self) -> None:
         """After an interrupt within one of the above: all by start is right."""
@@ -114,14 +102,16 @@ class FreeRanges:
         self._sizes = sorted((block.nbytes, block.address) for block in blocks)
         self.nbytes = sum(block.nbytes for block in blocks)
 
-    def _cut_out(self, block: PageBlock, address: int, nbytes: int) -> None:
-        """The rest of the range, before `address` and behind, is all that there is of it."""
-        self._remove(block)
-        if address > block.address:
-            before, block = block.split(address - block.address)
+    def _cut_out(self, block: PageBlock, address: int, nbytes: int) -> PageBlock:
+        """What lies at `address`; the rest of the range, before it and behind, stays free."""
+        found = self._remove(block)
+        if address > found.address:
+            before, found = found.split(address - found.address)
             self._insert(before)
-        if block.nbytes > nbytes:
-            self._insert(block.split(nbytes)[1])
+        if found.nbytes > nbytes:
+            found, behind = found.split(nbytes)
+            self._insert(behind)
+        return found
 
     def _insert(self, block: PageBlock) -> None:
         self._by_start[block.address] = self._by_end[block.end] = block
@@ -133,6 +123,11 @@ class FreeRanges:
         del self._sizes[bisect_left(self._sizes, (block.nbytes, block.address))]
         self.nbytes -= block.nbytes
         return block
+
+
+def _place_in(memory: PageBlock | Piece, nbytes: int) -> int:
+    """Address at which `nbytes` are cut out of it; see `FreeRanges.take`."""
+    return memory.end - nbytes if nbytes % HUGE_PAGE_BYTES else memory.address
 
 
 def _joined(first: PageBlock, behind: PageBlock) -> PageBlock:

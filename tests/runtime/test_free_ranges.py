@@ -59,6 +59,16 @@ def test_what_is_cut_off_leaves_whole_units() -> None:
     assert ranges.nbytes == 0
 
 
+def test_a_range_of_several_pieces_gives_what_one_of_them_has() -> None:
+    ranges = FreeRanges(MIB)
+    ranges.add(_block(0, 3 * MIB, 1))
+    ranges.add(_block(3 * MIB, 5 * MIB, 2))
+    assert ranges.take_piece(6 * MIB) is None
+    assert ranges.take_piece(4 * MIB) == _START + 3 * MIB, "all huge pages, of the second one"
+    assert _where(ranges.take(3 * MIB)) == (0, 3 * MIB)
+    assert ranges.nbytes == MIB
+
+
 def test_what_can_move_on_by_one_move_is_of_one_piece() -> None:
     ranges = FreeRanges(MIB)
     for offset, nbytes in ((0, 3), (3, 3), (10, 5), (20, 9)):
