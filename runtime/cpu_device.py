@@ -238,8 +238,7 @@ class CpuDevice(Device):
             self._trim()
             return
         beyond = self._resident_soon() + nbytes - self._limit_bytes
-        if beyond > 0:
-            beyond -= self.pool.shrink(beyond)
+        beyond -= self.pool.shrink(beyond)
         if self.pool.room_bytes is not None:
             self.pool.room_bytes = max(0, min(self.pool.room_bytes, -beyond))
 
@@ -265,8 +264,7 @@ class CpuDevice(Device):
         urgent = beyond > headroom_bytes
         free_bytes = min(free_bytes, max(0, self.pool.waiting_bytes - beyond))
         self._limit_bytes -= free_bytes
-        if beyond + free_bytes > 0:
-            beyond -= self.pool.shrink(beyond + free_bytes)
+        beyond -= self.pool.shrink(beyond + free_bytes)
         self.pool.room_bytes = max(0, -beyond - free_bytes) if self._beside is not None else None
         is_due = self._sites_since_trim > _SITES_BETWEEN_TRIMS or (
             urgent and time.perf_counter_ns() >= self._next_urgent_trim_ns

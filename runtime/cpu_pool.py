@@ -110,6 +110,8 @@ class CpuPool:
 
     def shrink(self, nbytes: int) -> int:
         """Unmap waiting blocks of at least `nbytes` if there are so many; bytes unmapped."""
+        if nbytes <= 0:
+            return 0
         with self._changing():
             before = self._waiting.nbytes
             self._unmap(nbytes)
