@@ -21,6 +21,7 @@ class HeldPages:
         self.peak_bytes = 0
         """The most since `take_peak`."""
         self.spare: SparePages | None = None
+        """Who takes what would go back to the system; nobody, if None."""
         self._waiting: OrderedDict[int, list[int]] = OrderedDict()
         """Addresses by size; sizes that have been given in the longest time ago come first."""
         self._waiting_bytes = 0

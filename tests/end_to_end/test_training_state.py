@@ -79,8 +79,12 @@ def test_frozen_parameters_are_written_once() -> None:
     frozen = 4 * WIDTH * WIDTH * 4
     trained = 2 * WIDTH * WIDTH * 4
     # Each step may write a parameter, its gradient and two states of what is trained.
-    assert 0 < state.arena.log.written_bytes <= frozen + 4 * trained * (STEPS + 1)
-    assert state.arena.log.read_bytes > 2 * frozen, "they left, and came back more than once"
+    # Of the whole run: what leaves or comes where one step ends and the next begins counts in
+    # either, and on a busy machine that is several tensors.
+    log = state.arena.log
+    assert log.written_bytes <= frozen + 4 * trained * (STEPS + 1)
+    assert state.last_step.written_bytes > 0
+    assert log.read_bytes > log.written_bytes
 
 
 def test_graphs_that_save_nothing_that_moves() -> None:
