@@ -14,19 +14,24 @@ from teraplan.runtime.feedback import Lesson, learn
 from teraplan.runtime.session import Session
 from teraplan.runtime.storage import Storage
 from tests.end_to_end.training import MLP, Run, assert_same, run, sessions, training, unlimited
-from tests.fakes.slow_link import plan_with_slow_storage
+from tests.fakes.slow_link import link_of, plan_with_storage
 from tests.fakes.throttled_stores import opening_limited, throttle
 
 IDLE_NS = 500_000_000
 SLOW_BYTES_PER_S = 10_000_000
+NO_WAITS = link_of(100_000_000_000, latency_ns=0)
 
 
 def _after_training(check: Callable[[Session], None]) -> None:
+    """With a session whose plan predicts no waits: tests make out how long its steps took."""
+
     def program(this: Run) -> None:
         training(MLP, MLP().batch, steps=8)(this)
         check(next(iter(sessions())))
 
-    run(program, device_budget="90%")
+    with pytest.MonkeyPatch.context() as patch:
+        plan_with_storage(patch, NO_WAITS)
+        run(program, device_budget="90%")
 
 
 def _make_out(session: Session, slower: float, *, runs: int = 6) -> int:
@@ -174,7 +179,7 @@ def test_what_steps_have_shown_of_storage_ends_with_a_fault_of_it() -> None:
 
 @pytest.mark.slow
 def test_links_that_are_slower_than_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_with_slow_storage(monkeypatch, 20 * SLOW_BYTES_PER_S)
+    plan_with_storage(monkeypatch, link_of(20 * SLOW_BYTES_PER_S))
     monkeypatch.setattr(Storage, "open", opening_limited(SLOW_BYTES_PER_S))
 
     steps = training(MLP, MLP().batch, steps=24)
@@ -193,7 +198,7 @@ def test_links_that_are_slower_than_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_a_disk_that_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan_with_slow_storage(monkeypatch, 20 * SLOW_BYTES_PER_S)
+    plan_with_storage(monkeypatch, link_of(20 * SLOW_BYTES_PER_S))
 
     def program(this: Run, *, slow_from: int = 1000) -> None:
         net = MLP()

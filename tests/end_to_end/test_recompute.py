@@ -29,7 +29,7 @@ from tests.end_to_end.training import (
     training,
     unlimited,
 )
-from tests.fakes.slow_link import plan_with_slow_storage
+from tests.fakes.slow_link import link_of, plan_with_storage
 from tests.passes import random_graphs
 
 GPT = gpt.GPTConfig(num_layers=3)
@@ -51,7 +51,7 @@ def _deterministic() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _first_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage seems slow, and no plan follows on the first because of what it really is."""
-    plan_with_slow_storage(monkeypatch, SLOW)
+    plan_with_storage(monkeypatch, link_of(SLOW))
     monkeypatch.setattr(feedback, "_MAX_CORRECTIONS", 0)
     monkeypatch.setattr(feedback, "_COMPARED_AFTER", ())
 

@@ -17,7 +17,7 @@ from teraplan.simulate import predict
 from teraplan.units import MIB
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 from tests.fakes.faulty_calls import Fault, injected
-from tests.fakes.slow_link import plan_with_slow_storage
+from tests.fakes.slow_link import link_of, plan_with_storage
 
 _MODEL = MLP(rows=65_536)
 PROGRAM = training(lambda: MLP(rows=65_536), _MODEL.batch, steps=12)
@@ -48,7 +48,7 @@ def moved_per_step(plan: Plan) -> dict[str, int]:
 def test_a_pool_that_holds_a_part_of_a_tensor_is_used(
     reference: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_with_slow_storage(monkeypatch, SLOW)
+    plan_with_storage(monkeypatch, link_of(SLOW))
     monkeypatch.setattr(feedback, "_COMPARED_AFTER", ())
     options = {"host_budget": POOL, "recompute": "never", "report": str(tmp_path)}
     limited = tight(PROGRAM, reference, 0.2, **options)
