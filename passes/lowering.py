@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch._inductor import ir
-from torch._inductor.lowering import fallback_handler, register_lowering
+from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
@@ -64,6 +64,22 @@ def _kept(x: Any) -> Any:
     node = V.graph.current_node
     x.realize()
     return ir.ExternKernel.require_exact_strides(x, node.meta[KEPT_STRIDE])
+
+
+class _DirectCall(ir.FallbackKernel):
+    """A call of what the op does, past PyTorch's dispatcher where the generated code is Python."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not V.graph.cpp_wrapper:
+            op: Any = self.op_overload
+            self.python_kernel_name = f"teraplan_ops.{op._opname}"
+
+    def codegen(self, wrapper: Any) -> None:
+        """Generate the call, and the import that it takes."""
+        if not V.graph.cpp_wrapper:
+            wrapper.add_import_once("from teraplan.ops import direct as teraplan_ops")
+        super().codegen(wrapper)
 
 
 class _Readers:
@@ -107,7 +123,9 @@ def _save(call: Callable[..., Any], x: Any, *args: Any) -> Any:
 
 
 def _register(op: torch._ops.OpOverload, mutated: tuple[int, ...]) -> None:
-    call: Callable[..., Any] = fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
+    def call(*args: Any) -> Any:
+        result = _DirectCall.create(op, *args)
+        return ir.TensorBox.create(result) if isinstance(result, ir.IRNode) else result
 
     def lower(*args: Any) -> Any:
         for position in mutated:

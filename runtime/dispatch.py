@@ -164,4 +164,4 @@ for _name, _kernel in (
     ("release", _release),
     ("settle", _settle),
 ):
-    ops.LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    ops.bind(_name, _kernel)

@@ -1,4 +1,4 @@
-"""The migration ops: schemas and fake kernels. What they do is bound by `runtime/dispatch.py`.
+"""The migration ops: schemas and fake kernels. `runtime/dispatch.py` binds what they do.
 
 Every compiled forward and its backward carry them at each saved activation:
 
@@ -34,7 +34,8 @@ is given the parameter, too, of which the graph has had the last use. Where noth
 could move, `enter_state` makes the chain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,6 +75,19 @@ release = torch.ops.teraplan.release.default
 settle = torch.ops.teraplan.settle.default
 
 ALL = (enter, enter_backward, realize, save, need, done, enter_state, acquire, release, settle)
+
+direct = SimpleNamespace()
+"""What each op does, by its name, for compiled code: it calls this and no dispatcher.
+
+Behind a matrix product, which leaves none of it in the caches, PyTorch's dispatcher takes some 80
+us to call an op that is written in Python, and Python itself takes 10.
+"""
+
+
+def bind(name: str, kernel: Callable[..., Any]) -> None:
+    """Let `kernel` be what the op `name` does."""
+    LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    setattr(direct, name, kernel)
 
 
 def _fake_enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
@@ -139,4 +153,4 @@ for _name, _fake in (
     ("settle", _fake_settle),
 ):
     torch.library.register_fake(f"teraplan::{_name}", _fake, lib=LIBRARY)
-LIBRARY.impl("realize", _realize, "CompositeExplicitAutograd")
+bind("realize", _realize)

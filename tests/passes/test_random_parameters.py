@@ -1,6 +1,6 @@
 """Mutating ops around each parameter's uses keep their place: what moving parameters will need.
 
-The two ops are the test's own, lowered as ours are. A parameter holds NaN except between `acquire`
+The ops are the test's own, lowered as ours are. A parameter holds NaN except between `acquire`
 before its first use and `release` after its last one, so any kernel on the wrong side is seen.
 """
 
@@ -16,17 +16,18 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from teraplan import ops
 from teraplan.passes import lowering
 from teraplan.passes.aliases import uses_of
 from tests.passes.random_graphs import SLOW_SEEDS, random_program
 
 LIBRARY: Any = torch.library.Library("teraplan_test", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("start(Tensor like) -> Tensor")
-LIBRARY.define("acquire(Tensor(a!) p, Tensor(b!) chain, int slot) -> ()")
-LIBRARY.define("release(Tensor(a!) p, Tensor(b!) chain, int slot) -> ()")
+LIBRARY.define("bring(Tensor(a!) p, Tensor(b!) chain, int slot) -> ()")
+LIBRARY.define("let_go(Tensor(a!) p, Tensor(b!) chain, int slot) -> ()")
 start = torch.ops.teraplan_test.start.default
-acquire = torch.ops.teraplan_test.acquire.default
-release = torch.ops.teraplan_test.release.default
+acquire = torch.ops.teraplan_test.bring.default
+release = torch.ops.teraplan_test.let_go.default
 
 Order = list[tuple[str, int]]
 
@@ -56,12 +57,12 @@ def _empty(like: Tensor) -> Tensor:
 
 for _name, _kernel in (
     ("start", _empty),
-    ("acquire", PARAMETERS.acquire),
-    ("release", PARAMETERS.release),
+    ("bring", PARAMETERS.acquire),
+    ("let_go", PARAMETERS.release),
 ):
-    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    setattr(ops.direct, _name, _kernel)  # compiled code calls no dispatcher
 torch.library.register_fake("teraplan_test::start", _empty, lib=LIBRARY)
-for _name in ("acquire", "release"):
+for _name in ("bring", "let_go"):
     torch.library.register_fake(f"teraplan_test::{_name}", lambda p, c, s: None, lib=LIBRARY)
 
 
