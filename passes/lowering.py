@@ -124,7 +124,7 @@ def _save(call: Callable[..., Any], x: Any, *args: Any) -> Any:
 
 def _register(op: torch._ops.OpOverload, mutated: tuple[int, ...]) -> None:
     def call(*args: Any) -> Any:
-        result = _DirectCall.create(op, *args)
+        result: Any = _DirectCall.create(op, *args)
         return ir.TensorBox.create(result) if isinstance(result, ir.IRNode) else result
 
     def lower(*args: Any) -> Any:

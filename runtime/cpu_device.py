@@ -19,6 +19,7 @@ from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Arrival, Beside, Copy
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.pages import use_huge_pages, use_small_pages
 from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.resident_memory import ResidentMemory
 from teraplan.runtime.storage import Record, Storage, StoreInfo, Transfer
 from teraplan.units import format_nbytes
 
@@ -149,6 +150,7 @@ class CpuDevice(Device):
         self._transfers: list[TransferRecord] = []
         self._beside: Beside | None = None
         self._limit_bytes: int | None = None
+        self._resident = ResidentMemory()
         self._most_beside_pool_bytes = 0
         """What the heap gave back when it was trimmed it takes again."""
 
@@ -249,11 +251,14 @@ class CpuDevice(Device):
     def _resident_soon(self) -> int:
         """What is resident now and will be without another allocation."""
         coming = self._beside.coming_bytes if self._beside is not None else 0
-        return process_memory.resident_bytes_fast() + coming
+        return self._resident.read(self.pool.num_blocks_made) + coming
 
     def keep_under(self, limit_bytes: int, headroom_bytes: int, free_bytes: int = 0) -> None:
         self._sites_since_trim += 1
         self._limit_bytes = limit_bytes
+        num_blocks = self.pool.num_blocks_made
+        if self._beside is None and self._resident.is_surely_under(limit_bytes, num_blocks):
+            return
         resident = self._resident_soon()
         beside_bytes = self._beside.held_bytes if self._beside is not None else 0
         pool_bytes = self.pool.held_bytes + beside_bytes

@@ -30,6 +30,8 @@ class CpuPool:
         self._taken: dict[int, PageBlock] = {}
         self._in_use_bytes = 0
         self._most_bytes = 0
+        self.num_blocks_made = 0
+        """So far, of memory that was elsewhere or is fresh: that may be touched only later."""
         self.slack_bytes = 0
         """So much more may be mapped while something waits."""
         self.room_bytes: int | None = None
@@ -161,6 +163,7 @@ class CpuPool:
     def _new_block(self, nbytes: int, beyond_bytes: int) -> PageBlock:
         """A block from `beyond_bytes` of what waits; what it does not need of that is unmapped."""
         self._unmap(beyond_bytes - nbytes)
+        self.num_blocks_made += 1
         before = self._waiting.nbytes
         block = self._waiting.make(nbytes, _reused(nbytes, beyond_bytes))
         fresh_bytes = nbytes - (before - self._waiting.nbytes)

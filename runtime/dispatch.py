@@ -81,9 +81,9 @@ def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
 
 
 def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
-    engine = _engine_of(token)
+    engine, key = _engine_of(token)
     _enter_training_state(engine.training_state, in_step=True)
-    engine.enter_backward(token, parse_table(table))
+    engine.enter_backward(key, parse_table(table))
     return _chain(anchor)
 
 
@@ -103,11 +103,13 @@ def _need(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    return _engine_of(token).need(token, size, stride, dtype)
+    engine, key = _engine_of(token)
+    return engine.need(key, size, stride, dtype)
 
 
 def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) -> None:
-    _engine_of(token).done(token)
+    engine, key = _engine_of(token)
+    engine.done(key)
 
 
 def _enter_training_state(state: TrainingState | None, *, in_step: bool) -> None:
@@ -147,10 +149,10 @@ def _settle(
     return state.settle(gradient, parameter) if state is not None else gradient.clone()
 
 
-def _engine_of(token: torch.Tensor) -> Engine:
-    engine = owner_of(token)
+def _engine_of(token: torch.Tensor) -> tuple[Engine, int]:
+    engine, key = owner_of(token)
     assert isinstance(engine, Engine)
-    return engine
+    return engine, key
 
 
 for _name, _kernel in (

@@ -26,7 +26,7 @@ from teraplan.runtime.saved import Saved, View, is_movable
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.state_sites import StateSites
-from teraplan.runtime.tokens import key_of, make_token
+from teraplan.runtime.tokens import make_token
 from teraplan.step_trace import SiteKind
 
 _P = ParamSpec("_P")
@@ -156,9 +156,9 @@ class Engine:
         return self._call
 
     @_at_work
-    def enter_backward(self, token: torch.Tensor, table: GraphTable) -> None:
-        """The backward of a forward graph begins."""
-        self.graph = (table.graph, self._view(token).call, True)
+    def enter_backward(self, key: int, table: GraphTable) -> None:
+        """The backward of a forward graph begins, to which the token with `key` belongs."""
+        self.graph = (table.graph, self._view(key).call, True)
         self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
         self._leave()
 
@@ -196,10 +196,10 @@ class Engine:
 
     @_at_work
     def need(
-        self, token: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+        self, key: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """The tensor that `token` stands for, on the device."""
-        view = self._view(token)
+        """The tensor that the token with `key` stands for, on the device."""
+        view = self._view(key)
         view.require(size, stride)
         saved = view.saved
         number = self._number_of(saved)
@@ -217,10 +217,9 @@ class Engine:
         return result
 
     @_at_work
-    def done(self, token: torch.Tensor) -> None:
-        """The tensor that `token` stands for has had its last use."""
-        key = key_of(token)
-        view = self._view(token)
+    def done(self, key: int) -> None:
+        """The tensor that the token with `key` stands for has had its last use."""
+        view = self._view(key)
         view.saved.in_use -= 1
         number = self._number_of(view.saved)
         site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
@@ -288,8 +287,8 @@ class Engine:
             self.recorder.give_up(saved.order)
         self.mover.forget(saved)
 
-    def _view(self, token: torch.Tensor) -> View:
-        view = self._views.get(key_of(token))
+    def _view(self, key: int) -> View:
+        view = self._views.get(key)
         if view is None:
             raise UnsupportedError(
                 "the activations that this backward needs are gone, since their session has been "

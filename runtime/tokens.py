@@ -20,16 +20,18 @@ class TokenOwner(Protocol):
         """The token's memory is gone. Called from whichever thread that happens in."""
 
 
-_KEY_BYTES = 8
 _keys = itertools.count(1)
 _owners: dict[int, TokenOwner] = {}
 """Of live tokens only: what a backward op has in its hands is the token and nothing else."""
+_keys_at: dict[int, int] = {}
+"""By address: quicker than reading the key there, which takes two objects of ctypes."""
 
 
 class _Buffer(ctypes.c_int64 * 1):  # type: ignore[misc]  # a ctypes array type, made by `*`
     """The memory of one token; says so when it is freed."""
 
     def __del__(self) -> None:
+        _keys_at.pop(ctypes.addressof(self), None)
         owner = _owners.pop(self[0], None)
         if owner is not None:
             owner.release(self[0])
@@ -38,32 +40,25 @@ class _Buffer(ctypes.c_int64 * 1):  # type: ignore[misc]  # a ctypes array type,
 def make_token(owner: TokenOwner) -> tuple[int, torch.Tensor]:
     """A new key and its token, an int64 tensor of shape (1,) on the CPU."""
     key = next(_keys)
-    _owners[key] = owner
-    return key, torch.frombuffer(_Buffer(key), dtype=torch.int64)
+    token = torch.frombuffer(_Buffer(key), dtype=torch.int64)
+    _owners[key], _keys_at[token.data_ptr()] = owner, key
+    return key, token
 
 
-def key_of(token: torch.Tensor) -> int:
-    """The key of a token.
-
-    Read as memory: `item()` lets other threads run Python, and then waits for them, three times at
-    each site.
-    """
-    if token.is_cpu and token.dtype is torch.int64 and token.nbytes == _KEY_BYTES:
-        return ctypes.c_int64.from_address(token.data_ptr()).value
-    return int(token.item())  # a hook has changed it
-
-
-def owner_of(token: torch.Tensor) -> TokenOwner:
-    """Who made `token`.
+def owner_of(token: torch.Tensor) -> tuple[TokenOwner, int]:
+    """Who made `token`, and its key.
 
     Raises:
         UnsupportedError: if it is no live token, e.g. a copy that a hook has made of one.
     """
-    owner = _owners.get(key_of(token))
+    key = _keys_at.get(token.data_ptr())
+    if key is None:  # a hook has put it elsewhere
+        key = int(token.item())
+    owner = _owners.get(key)
     if owner is None:
         raise UnsupportedError(
             "what stands for a saved activation has been copied, by hooks for saved tensors "
             "(torch.autograd.graph.saved_tensors_hooks) or through a file; hooks that keep "
             "something else than the tensor do not work around compiled graphs"
         )
-    return owner
+    return owner, key

@@ -61,14 +61,14 @@ def recorded_orders() -> Iterator[tuple[Order, Order]]:
         slots[int(token)] = slot
         return token
 
-    def run_need(self: Engine, token: torch.Tensor, *args: object) -> torch.Tensor:
-        executed.append(("need", slots[int(token)]))
-        needed: torch.Tensor = need(self, token, *args)
+    def run_need(self: Engine, key: int, *args: object) -> torch.Tensor:
+        executed.append(("need", slots[key]))
+        needed: torch.Tensor = need(self, key, *args)
         return needed
 
-    def run_done(self: Engine, token: torch.Tensor) -> None:
-        executed.append(("done", slots[int(token)]))
-        done(self, token)
+    def run_done(self: Engine, key: int) -> None:
+        executed.append(("done", slots[key]))
+        done(self, key)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition, "insert_sites", insert_sites)
