@@ -58,7 +58,8 @@ def test_what_is_saved_is_read_in_the_kernel_that_makes_it() -> None:
     inputs = [torch.randn(WIDTH * HEADS, WIDTH * HEADS, requires_grad=True) for _ in range(4)]
     plain, _ = _codes(_saved_and_read_twice, inputs, "inductor")
     ours, _ = _codes(_saved_and_read_twice, inputs, "teraplan", device_budget=100 * GIB)
-    assert "teraplan.save" in ours
+    assert "= teraplan_ops.save(" in ours
+    assert "= torch.ops.teraplan." not in ours, "the dispatcher is slow where caches are cold"
     assert _num_loops(ours) == _num_loops(plain) > 0
 
 
