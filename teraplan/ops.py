@@ -79,8 +79,8 @@ ALL = (enter, enter_backward, realize, save, need, done, enter_state, acquire, r
 direct = SimpleNamespace()
 """What each op does, by its name, for compiled code: it calls this and no dispatcher.
 
-Behind a matrix product, which leaves none of it in the caches, PyTorch's dispatcher takes some 80
-us to call an op that is written in Python, and Python itself takes 10.
+Where a matrix product has left nothing of it in the caches, PyTorch's dispatcher takes 30 to 35 us
+for an op that is written in Python, hundreds of times in a step.
 """
 
 
