@@ -26,14 +26,20 @@ struct Block {
   size_t nbytes;
 };
 
+struct Loan {
+  size_t nbytes;
+  unsigned term;
+};
+
 PyObject* take = nullptr;  // From bytes to an address, or None.
 std::atomic<bool> serves{false};
+std::atomic<unsigned> term{0};  // How often serving has ended: no pool wants what is from before.
 size_t least_nbytes = 0, unit_nbytes = 1;
 c10::Allocator* torch_allocator = nullptr;
 
 // Never destroyed: tensors may be freed when the process ends.
 std::mutex& guard = *new std::mutex;
-std::unordered_map<void*, size_t>& taken = *new std::unordered_map<void*, size_t>;
+std::unordered_map<void*, Loan>& taken = *new std::unordered_map<void*, Loan>;
 std::vector<Block>& returned = *new std::vector<Block>;
 std::atomic<size_t> returned_nbytes{0};  // Of the list, and of what is in hand.
 Block in_hand{nullptr, 0};  // On its way from the list to its pool.
@@ -69,7 +75,7 @@ void* reuse(size_t nbytes) {
       void* const address = at->address;
       returned.erase(std::next(at).base());
       returned_nbytes -= nbytes;
-      taken[address] = nbytes;
+      taken[address] = {nbytes, term};
       return address;
     }
   }
@@ -103,9 +109,10 @@ void free_block(void* address) {
     const std::lock_guard<std::mutex> lock(guard);
     const auto found = taken.find(address);
     if (found != taken.end()) {
-      nbytes = found->second;
+      const bool wanted = serves && found->second.term == term;
+      nbytes = found->second.nbytes;
       taken.erase(found);
-      if (serves) {
+      if (wanted) {
         returned.push_back({address, nbytes});
         returned_nbytes += nbytes;
         return;
@@ -125,7 +132,7 @@ void* from_pool(size_t nbytes) {
   if (!address && PyGILState_GetThisThreadState()) {
     if ((address = ask(nbytes))) {
       const std::lock_guard<std::mutex> lock(guard);
-      taken[address] = nbytes;
+      taken[address] = {nbytes, term};
     }
   }
   return address;
@@ -161,6 +168,7 @@ bool install(size_t least, size_t unit) {
       [] { guard.unlock(); },
       [] {
         serves = false;  // the pool is the parent's
+        ++term;
         guard.unlock();
       });
   return true;
@@ -169,6 +177,7 @@ bool install(size_t least, size_t unit) {
 // From now on large tensors have their memory from `from`; None: from PyTorch.
 void serve(PyObject* from) {
   serves = from != Py_None;
+  term += !serves;
   Py_INCREF(from);
   Py_XSETREF(take, from);
 }

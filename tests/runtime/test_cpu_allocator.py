@@ -100,6 +100,17 @@ def test_after_a_pool_is_closed_its_tensors_live_on(pool: CpuPool) -> None:
     assert process_memory.resident_bytes() - before < 32 * MIB
 
 
+def test_what_a_closed_pool_gave_is_not_used_again(pool: CpuPool) -> None:
+    """The pool that serves next would not know of it."""
+    before = torch.ones(MIB)
+    pool.close()
+    pool.serve()
+    del before
+    after = torch.ones(MIB)
+    assert pool.owns(after.data_ptr())
+    assert pool.in_use_bytes == 4 * MIB
+
+
 class Interrupted(CpuPool):
     """Ctrl-C, just when PyTorch asks for memory."""
 
@@ -258,6 +269,7 @@ def test_a_forked_process_has_its_own_memory(pool: CpuPool) -> None:
     tensor = torch.full((MIB,), 3.0)
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # OpenMP's others are in the parent
         own = torch.ones(MIB)
         good = not pool.owns(own.data_ptr()) and bool((tensor == 3.0).all())
         del own, tensor
