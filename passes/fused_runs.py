@@ -8,6 +8,7 @@ a step took 4 % longer.
 """
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -19,10 +20,19 @@ from teraplan.passes.aliases import is_view
 _MAX_NODES = 64
 """As many as Inductor puts in one kernel (`max_fusion_size`)."""
 
-_aten = torch.ops.aten
-_ALSO_FUSED = frozenset(
-    (_aten.embedding, _aten.embedding_dense_backward, _aten.constant_pad_nd, _aten.cat)
-)
+_ALSO_FUSED = {
+    "aten": (
+        "_unsafe_masked_index_put_accumulate",
+        "cat",
+        "constant_pad_nd",
+        "copy",
+        "embedding",
+        "embedding_dense_backward",
+        "select_scatter",
+        "slice_scatter",
+    ),
+    "prims": ("fma", "inductor_lookup_seed", "inductor_randint", "inductor_random"),
+}
 """Inductor inlines these, although the partitioner does not count on it."""
 _NO_KERNELS = (operator.getitem, ops.realize)
 
@@ -32,7 +42,7 @@ class FusedRuns:
 
     def __init__(self, graph: fx.Graph) -> None:
         known = get_default_op_list()
-        self._fused = frozenset((*known.fusible_ops, *known.view_ops, *_ALSO_FUSED))
+        self._fused = frozenset((*known.fusible_ops, *known.view_ops, *_also_fused()))
         self._nodes: list[fx.Node] = list(graph.nodes)
         self._number = {node: i for i, node in enumerate(self._nodes)}
 
@@ -63,3 +73,12 @@ class FusedRuns:
             if not is_view(other):
                 end = other
         return end
+
+
+def _also_fused() -> Iterator[object]:
+    """Those of them that this PyTorch has."""
+    for namespace, names in _ALSO_FUSED.items():
+        for name in names:
+            packet = getattr(getattr(torch.ops, namespace), name, None)
+            if packet is not None:
+                yield packet

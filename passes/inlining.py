@@ -8,13 +8,14 @@ a fused kernel reads it. Read more than once it gets memory if the formula is lo
 on a CPU, has a function in it that is slow to compute.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from teraplan import ops
-from teraplan.passes.aliases import base_of, is_view
+from teraplan.passes.aliases import base_of, is_view, uses_of
 from teraplan.passes.fused_runs import FusedRuns
 
 _MOST_OPERATIONS = 30
@@ -27,7 +28,9 @@ _MOST_READS_REUSED = 4
 _aten = torch.ops.aten
 _LOGARITHMS = (_aten.log, _aten.log1p, _aten.log2, _aten.log10)
 _SLOW_ON_CPU = frozenset((_aten.exp, *_LOGARITHMS, _aten.sigmoid, _aten.tanh))
-_OURS = frozenset(ops.ALL)
+_CHANGING = (ops.acquire, ops.release)
+"""What says that it changes what it is given: who reads that computes before it."""
+_ENDS = (ops.save, ops.done, *_CHANGING)
 _ALSO_POINTWISE = frozenset((_aten._to_copy, torch.ops.prims.convert_element_type))
 
 
@@ -44,11 +47,12 @@ class _Formula:
 def inlined_nodes(graph: fx.Graph, runs: FusedRuns) -> frozenset[fx.Node]:
     """The nodes of `graph` whose results are in no memory of their own."""
     formulas: dict[fx.Node, _Formula] = {}
+    order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if not runs.is_fused(node) or not is_pointwise(node):
             continue
         formula = _formula(node, formulas)
-        if _stays_formula(node, formula, runs):
+        if _stays_formula(node, formula, runs) and not _is_cut(node, formula, order):
             formulas[node] = formula
     return frozenset(formulas)
 
@@ -83,9 +87,6 @@ def _is_slow(node: fx.Node) -> bool:
 def _stays_formula(node: fx.Node, formula: _Formula, runs: FusedRuns) -> bool:
     if not _read_by_kernels_alone(node, runs) or len(formula.reads) > _MOST_READS:
         return False
-    # An op of ours says that it changes what it is given: who reads that computes before it.
-    if any(user.target in _OURS for read in formula.reads for user in read.users):
-        return False
     if len(node.users) == 1:
         return True
     short = formula.num_operations <= _MOST_OPERATIONS
@@ -97,3 +98,10 @@ def _read_by_kernels_alone(node: fx.Node, runs: FusedRuns) -> bool:
         _read_by_kernels_alone(user, runs) if is_view(user) else runs.is_fused(user)
         for user in node.users
     )
+
+
+def _is_cut(node: fx.Node, formula: _Formula, order: Mapping[fx.Node, int]) -> bool:
+    """True if an op of ours ends the reading of what the formula reads, before that of `node`."""
+    ends = [use for read in formula.reads for use in uses_of(read) if use.target in _ENDS]
+    last = max(order[use] for use in uses_of(node))
+    return any(end.target in _CHANGING or order[end] < last for end in ends)

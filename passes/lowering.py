@@ -4,10 +4,12 @@ Inductor's stock fallback registers an op before it realizes the pending readers
 that the op mutates, so such a reader could run after the op (seen as wrong numbers in 24 of 28
 random graphs). Here every mutated argument is realized and marked first.
 
-`save` has to come after every reader of its tensor just as well, but it says so by dependencies on
-what the readers compute: of a buffer that is mutated later, Inductor fuses no reader into the
-kernel that makes it (T5's forward took 3 % longer). So long as `save` is to come, such a buffer is
-in use, and nothing is written in its place.
+`save` and `done` have to come after every reader of their tensor just as well, but they say so by
+dependencies on what the readers compute. Of a buffer that is mutated, Inductor fuses no reader into
+the kernel that makes it (T5's forward took 3 % longer), and it gives memory of its own to each that
+is pending, also to what only other readers use (the backward of a softmax with dropout read and
+wrote three times as much). So long as the op is to come, such a buffer is in use, and nothing is
+written in its place.
 
 Inductor also gives the memory of a dead buffer to a later one without the allocator's knowledge.
 That must not happen to a tensor which `save` keeps or whose bytes are still on their way out, so
@@ -33,7 +35,7 @@ from teraplan.passes.layouts import KEPT_STRIDE
 _MUTATED = {
     ops.save: (1,),
     ops.need: (1,),
-    ops.done: (0, 2),
+    ops.done: (2,),
     ops.acquire: (0, 1),
     ops.release: (0, 1),
     ops.settle: (1,),
@@ -89,10 +91,21 @@ class _Readers:
         self._num_seen = 0
         self._of: defaultdict[str, list[ir.Operation]] = defaultdict(list)
 
-    def of(self, buffer: str) -> list[ir.Operation]:
-        """All so far, and all that was pending: it is computed from here on."""
+    def results(self, buffer: str) -> list[str]:
+        """What is computed behind all reads of `buffer` so far.
+
+        Not by the readers themselves where others have read on: these may do so for the last time,
+        and write in its place, if nothing else waits for it.
+        """
+        last = [self._follower(reader) or reader for reader in self._readers(buffer)]
+        return [result.get_name() for operation in last for result in operation.get_outputs()]
+
+    def _readers(self, buffer: str) -> list[ir.Operation]:
+        """All operations that read `buffer` so far, and all that were pending: now they are some."""
+        read_later = _read_later()
         for pending in V.graph.name_to_users.get(buffer, ()):
-            pending.realize()
+            if id(pending) in read_later:
+                pending.realize()
         operations = V.graph.operations
         for operation in operations[self._num_seen :]:
             for name in _read_by(operation):
@@ -100,8 +113,22 @@ class _Readers:
         self._num_seen = len(operations)
         return self._of[buffer]
 
+    def _follower(self, reader: ir.Operation) -> ir.Operation | None:
+        results = [result.get_name() for result in reader.get_outputs()]
+        found = [f for name in results for f in self._of.get(name, ())]
+        return next((f for f in reversed(found) if isinstance(f, ir.ComputedBuffer)), None)
+
 
 _readers: "weakref.WeakKeyDictionary[object, _Readers]" = weakref.WeakKeyDictionary()
+
+
+def _read_later() -> set[int]:
+    """`id`s of what nodes still to be lowered are given: all else has been used, or inlined.
+
+    The interpreter forgets the result of a node behind its last use.
+    """
+    values: Iterable[Any] = V.graph.env.values()
+    return {id(part) for v in values for part in (v if isinstance(v, list | tuple) else (v,))}
 
 
 def _read_by(operation: Any) -> Iterable[str]:
@@ -110,16 +137,15 @@ def _read_by(operation: Any) -> Iterable[str]:
     return (x.get_name() for x in pytree.tree_leaves(getattr(operation, "inputs", ())))
 
 
-def _save(call: Callable[..., Any], x: Any, *args: Any) -> Any:
+def _behind_readers(call: Callable[..., Any], x: Any, *args: Any) -> Any:
     """Call the op once all that reads `x` so far has been computed."""
-    x = _kept(x)
-    readers = _readers.setdefault(V.graph, _Readers()).of(x.get_name())
-    results = [result.get_name() for reader in readers for result in reader.get_outputs()]
+    x.realize()
+    results = _readers.setdefault(V.graph, _Readers()).results(x.get_name())
     num_before = len(V.graph.operations)
-    token = call(x, *args)
+    result = call(x, *args)
     for operation in V.graph.operations[num_before:]:
         V.graph.additional_buffer_deps[operation.get_operation_name()].update(results)
-    return token
+    return result
 
 
 def _register(op: torch._ops.OpOverload, mutated: tuple[int, ...]) -> None:
@@ -131,6 +157,8 @@ def _register(op: torch._ops.OpOverload, mutated: tuple[int, ...]) -> None:
         for position in mutated:
             args[position].realize()
             V.graph.mark_buffer_mutated(args[position].get_name())
-        return _save(call, *args) if op is ops.save else call(*args)
+        if op is ops.save:
+            return _behind_readers(call, _kept(args[0]), *args[1:])
+        return _behind_readers(call, *args) if op is ops.done else call(*args)
 
     register_lowering(op, type_promotion_kind=None)(lower)

@@ -117,7 +117,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
         what = "updates" if self.updates else "state"
-        return f"teraplan-{__version__}-partitioner-16-{what if self.moves_state else 'saved'}"
+        return f"teraplan-{__version__}-partitioner-17-{what if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:

@@ -12,9 +12,9 @@ The forward returns `token` (8 bytes) in the place of `x`; autograd saves it, th
 back into the tensor. `slot` numbers the saved activations of one graph. `table` describes the graph
 (see `graph_table`), so that a graph which comes from a compile cache explains itself. All ops of a
 graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
-through every pass of Inductor. `done` says that it mutates `x` too (it does not), so that it comes
-after every use of `x`, and no kernel writes its result in the place of `x` before; of `save` the
-same is seen to when it is compiled (see `passes/lowering.py`).
+through every pass of Inductor. That `save` and `done` come after every use of `x`, and that no kernel
+writes its result in the place of `x` before, is seen to when they are compiled
+(`passes/lowering.py`).
 Where `x` can be computed again (see `passes/recipes.py`), the last argument of `save` is what that
 takes beside other saved activations: parameters and small tensors.
 
@@ -55,7 +55,7 @@ LIBRARY.define(
     tags=_EXACT,
 )
 LIBRARY.define("realize(Tensor(a) x) -> Tensor(a)", tags=_EXACT)
-LIBRARY.define("done(Tensor(a!) x, Tensor token, Tensor(b!) chain, int slot) -> ()", tags=_EXACT)
+LIBRARY.define("done(Tensor x, Tensor token, Tensor(a!) chain, int slot) -> ()", tags=_EXACT)
 LIBRARY.define("enter_state(Tensor anchor) -> Tensor", tags=_EXACT)
 LIBRARY.define("acquire(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
 LIBRARY.define("release(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
