@@ -101,7 +101,7 @@ class _Readers:
         return [result.get_name() for operation in last for result in operation.get_outputs()]
 
     def _readers(self, buffer: str) -> list[ir.Operation]:
-        """All operations that read `buffer` so far, and all that were pending: now they are some."""
+        """All operations that read `buffer` so far; of pending ones those that have to be some."""
         read_later = _read_later()
         for pending in V.graph.name_to_users.get(buffer, ()):
             if id(pending) in read_later:

@@ -12,8 +12,8 @@ The forward returns `token` (8 bytes) in the place of `x`; autograd saves it, th
 back into the tensor. `slot` numbers the saved activations of one graph. `table` describes the graph
 (see `graph_table`), so that a graph which comes from a compile cache explains itself. All ops of a
 graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
-through every pass of Inductor. That `save` and `done` come after every use of `x`, and that no kernel
-writes its result in the place of `x` before, is seen to when they are compiled
+through every pass of Inductor. That `save` and `done` come after every use of `x`, and that no
+kernel writes its result in the place of `x` before, is seen to when they are compiled
 (`passes/lowering.py`).
 Where `x` can be computed again (see `passes/recipes.py`), the last argument of `save` is what that
 takes beside other saved activations: parameters and small tensors.
