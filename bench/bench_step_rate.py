@@ -5,10 +5,10 @@ state and so much of the rest of the unlimited peak), activation checkpointing, 
 tensor on the same disk by PyTorch's hooks. One step each in turn; ratios are medians over rounds.
 
     python -m bench.bench_step_rate [--rounds 7] [--quick] [--no-peers] [--beside teraio]
-                                    [--family llama|t5|resnet]
+                                    [--family bert|gpt2|llama|t5|resnet]
 
 `--beside` asks another question: how fast are the plans of our policy and of another one, really?
-`--family` trains a Llama, a T5 or a ResNet-50 of Hugging Face's library instead of our GPT.
+`--family` trains such a model of Hugging Face's library instead of our GPT.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Models of Hugging Face's library, from a configuration, with random parameters.
 
-llama, t5    ids (B, T), labels (B, T)             -> mean cross entropy, a scalar
-resnet       images (B, 3, H, W), labels (B,)      -> the same
+bert, gpt2, llama, t5    ids (B, T), labels (B, T)           -> mean cross entropy, a scalar
+resnet                   images (B, 3, H, W), labels (B,)    -> the same
 """
 
 from typing import Any, final
@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from bench.models.seeded import generator, seeded
 
-FAMILIES = ("llama", "t5", "resnet")
 _VOCABULARY = 1024
-_LENGTH = {"llama": 512, "t5": 384}
+_LENGTH = {"bert": 384, "gpt2": 512, "llama": 512, "t5": 384}
 _IMAGES_PER_SEQUENCE = 4
 """A step over images has so many times the batch size, for about as many saved activations."""
 _IMAGE_SIZE = 128
@@ -36,7 +35,7 @@ class Trained(nn.Module):
 def build(family: str) -> Trained:
     """Some 23 M parameters, on the CPU: eight layers of width 512, or 50 convolutions."""
     with seeded(0):
-        return Trained({"llama": _llama, "t5": _t5, "resnet": _resnet}[family]())
+        return Trained(_BUILDERS[family]())
 
 
 def batch(family: str, batch_size: int, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -51,7 +50,36 @@ def batch(family: str, batch_size: int, step: int = 0) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def _llama() -> Any:  # noqa: ANN401  the library's classes have no types
+def _bert() -> Any:  # noqa: ANN401  the library's classes have no types
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=_VOCABULARY,
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+        )
+    )
+
+
+def _gpt2() -> Any:  # noqa: ANN401
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=_VOCABULARY,
+            n_embd=512,
+            n_layer=8,
+            n_head=8,
+            n_positions=512,
+            use_cache=False,
+        )
+    )
+
+
+def _llama() -> Any:  # noqa: ANN401
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -90,3 +118,7 @@ def _t5() -> Any:  # noqa: ANN401
     )
     config.decoder_start_token_id = 0
     return T5ForConditionalGeneration(config)
+
+
+_BUILDERS = {"bert": _bert, "gpt2": _gpt2, "llama": _llama, "t5": _t5, "resnet": _resnet}
+FAMILIES = tuple(_BUILDERS)
