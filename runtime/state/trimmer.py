@@ -7,6 +7,7 @@ spill file into this process. A thread looks at how much has come and takes it o
 import os
 import threading
 import weakref
+from contextlib import suppress
 
 from teraplan.runtime import pages, process_memory
 from teraplan.runtime.state.arena import StateArena
@@ -68,8 +69,9 @@ def _drop_touched(arena: StateArena, nbytes: int) -> None:
                 block.touched = True
                 pages.drop_mapped(block.address, block.nbytes)
                 assert block.record is not None
-                for fd, offset, length in arena.storage.pieces(block.record):
-                    os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+                with suppress(OSError):  # closed, at exit or by a collection in this very thread
+                    for fd, offset, length in arena.storage.pieces(block.record):
+                        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
                 nbytes -= found
                 if nbytes <= 0:
                     return

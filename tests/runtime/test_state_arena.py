@@ -187,6 +187,18 @@ def test_reading_everything_that_is_away_fills_no_memory(arena: StateArena) -> N
     assert most < 96 * MIB, "of 192 MiB"
 
 
+def test_what_was_read_can_go_once_the_storage_is_closed(arena: StateArena) -> None:
+    tensors = [filled(arena, number, 4 * MIB)[0] for number in range(3)]
+    trimmer = Trimmer(arena)
+    assert tensors[1].mean().item() == 1
+    before = process_memory.mapped_file_bytes()
+    arena.storage.close()
+    trimmer.drop_all()
+    trimmer.close()
+    assert before - process_memory.mapped_file_bytes() >= 4 * MIB
+    assert [tensor.mean().item() for tensor in tensors] == [0, 1, 2]
+
+
 def test_departures_are_those_needed_last() -> None:
     sizes = dict.fromkeys((A, B, C, G), 1)
     assert departures([A, B, C, C, B, A], sizes, 3) == frozenset()
