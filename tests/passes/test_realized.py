@@ -43,6 +43,12 @@ def _saved_and_read_twice(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return ((y + torch.sin(y * 2)) @ b).square().sum() + (y @ c).sum()
 
 
+def _dropped_softmax(x: Tensor, wq: Tensor, wk: Tensor) -> Tensor:
+    """Of its backward's values, all but the last are for other kernels' registers."""
+    p = torch.nn.functional.dropout(torch.softmax((x @ wq) @ (x @ wk).T, -1), 0.1)
+    return (p @ x).square().sum()
+
+
 @pytest.mark.slow
 def test_no_more_kernels_than_without_ops() -> None:
     function, inputs = _grouped_attention, _inputs()
@@ -61,6 +67,22 @@ def test_what_is_saved_is_read_in_the_kernel_that_makes_it() -> None:
     assert "= teraplan_ops.save(" in ours
     assert "= torch.ops.teraplan." not in ours, "the dispatcher is slow where caches are cold"
     assert _num_loops(ours) == _num_loops(plain) > 0
+
+
+@pytest.mark.slow
+def test_only_the_result_of_a_softmax_backward_is_written() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(WIDTH * HEADS, WIDTH * HEADS, requires_grad=True) for _ in range(3)]
+    _, plain = _codes(_dropped_softmax, inputs, "inductor")
+    _, ours = _codes(_dropped_softmax, inputs, "teraplan", device_budget=100 * GIB)
+    assert "teraplan_ops.done(" in ours
+    assert _arguments(ours, "_softmax_backward") == _arguments(plain, "_softmax_backward") > 0
+
+
+def _arguments(code: str, name: str) -> int:
+    """Of calls of the fused kernels with `name` in theirs, together."""
+    calls = re.findall(rf"^ +cpp_fused\w*{name}\w*\((.*)\)", code, re.MULTILINE)
+    return sum(call.count(",") + 1 for call in calls)
 
 
 def _num_kernels(code: str) -> int:
