@@ -37,6 +37,11 @@ def _inputs() -> list[Tensor]:
     return [torch.randint(0, 64, (1, LENGTH)), *weights]
 
 
+def _squares(number: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(WIDTH * HEADS, WIDTH * HEADS, requires_grad=True) for _ in range(number)]
+
+
 def _saved_and_read_twice(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """The ReLU's result is saved for the second product, and read by the sine before."""
     y = torch.relu(x @ a)
@@ -51,19 +56,14 @@ def _dropped_softmax(x: Tensor, wq: Tensor, wk: Tensor) -> Tensor:
 
 @pytest.mark.slow
 def test_no_more_kernels_than_without_ops() -> None:
-    function, inputs = _grouped_attention, _inputs()
-    plain = _codes(function, inputs, "inductor")
-    ours = _codes(function, inputs, "teraplan", device_budget=100 * GIB)
+    plain, ours = _plain_and_ours(_grouped_attention, _inputs())
     assert sum(map(_num_kernels, plain)) > 3
     assert sum(map(_num_kernels, ours)) <= sum(map(_num_kernels, plain))
 
 
 @pytest.mark.slow
 def test_what_is_saved_is_read_in_the_kernel_that_makes_it() -> None:
-    torch.manual_seed(0)
-    inputs = [torch.randn(WIDTH * HEADS, WIDTH * HEADS, requires_grad=True) for _ in range(4)]
-    plain, _ = _codes(_saved_and_read_twice, inputs, "inductor")
-    ours, _ = _codes(_saved_and_read_twice, inputs, "teraplan", device_budget=100 * GIB)
+    (plain, _), (ours, _) = _plain_and_ours(_saved_and_read_twice, _squares(4))
     assert "= teraplan_ops.save(" in ours
     assert "= torch.ops.teraplan." not in ours, "the dispatcher is slow where caches are cold"
     assert _num_loops(ours) == _num_loops(plain) > 0
@@ -71,28 +71,38 @@ def test_what_is_saved_is_read_in_the_kernel_that_makes_it() -> None:
 
 @pytest.mark.slow
 def test_only_the_result_of_a_softmax_backward_is_written() -> None:
-    torch.manual_seed(0)
-    inputs = [torch.randn(WIDTH * HEADS, WIDTH * HEADS, requires_grad=True) for _ in range(3)]
-    _, plain = _codes(_dropped_softmax, inputs, "inductor")
-    _, ours = _codes(_dropped_softmax, inputs, "teraplan", device_budget=100 * GIB)
+    (_, plain), (_, ours) = _plain_and_ours(_dropped_softmax, _squares(3))
     assert "teraplan_ops.done(" in ours
-    assert _arguments(ours, "_softmax_backward") == _arguments(plain, "_softmax_backward") > 0
-
-
-def _arguments(code: str, name: str) -> int:
-    """Of calls of the fused kernels with `name` in theirs, together."""
-    calls = re.findall(rf"^ +cpp_fused\w*{name}\w*\((.*)\)", code, re.MULTILINE)
-    return sum(call.count(",") + 1 for call in calls)
+    kernel = "_softmax_backward"
+    assert _num_arguments(ours, kernel) == _num_arguments(plain, kernel) > 0
 
 
 def _num_kernels(code: str) -> int:
     """Calls of fused kernels."""
-    return len(re.findall(r"^ +cpp_fused\w*\(", code, re.MULTILINE))
+    return len(_calls(code))
+
+
+def _num_arguments(code: str, name: str) -> int:
+    """Of all calls of fused kernels with `name` in theirs."""
+    return sum(arguments.count(",") + 1 for arguments in _calls(code, name))
+
+
+def _calls(code: str, name: str = "") -> list[str]:
+    """The arguments of each call of a fused kernel with `name` in its own."""
+    return re.findall(rf"^ +cpp_fused\w*{name}\w*\((.*)\)", code, re.MULTILINE)
 
 
 def _num_loops(code: str) -> int:
     """Passes over memory in fused kernels, their tails counted as well."""
     return len(re.findall(r"\bfor ?\(int64_t x0=", code))
+
+
+def _plain_and_ours(
+    function: Callable[..., Tensor], inputs: list[Tensor]
+) -> tuple[list[str], list[str]]:
+    """The generated code of forward and backward of both backends, with nothing to move."""
+    plain = _codes(function, inputs, "inductor")
+    return plain, _codes(function, inputs, "teraplan", device_budget=100 * GIB)
 
 
 def _codes(
