@@ -12,9 +12,10 @@ from contextlib import suppress
 from teraplan.runtime import pages, process_memory
 from teraplan.runtime.state.arena import StateArena
 
-_PERIOD_S = 0.01
-_ALLOWED_BYTES = 32 << 20
-"""So much may be touched before anything is done about it."""
+_PERIOD_S, _PERIOD_WHILE_TOUCHED_S = 0.01, 0.001
+_MOST_ALLOWED_BYTES, _LEAST_ALLOWED_BYTES = 32 << 20, 2 << 20
+_ALLOWED_FRACTION = 1 / 8
+"""Of what the state may take: so much may be touched before anything is done about it."""
 
 
 class Trimmer:
@@ -41,18 +42,26 @@ class Trimmer:
 
 
 def _run(reference: "weakref.ref[StateArena]", closed: threading.Event) -> None:
-    usual = process_memory.mapped_file_bytes()
-    while not closed.wait(_PERIOD_S):
+    before = usual = process_memory.mapped_file_bytes()
+    period_s = _PERIOD_S
+    while not closed.wait(period_s):
         now = process_memory.mapped_file_bytes()
-        usual = min(usual, now)
-        if now - usual <= _ALLOWED_BYTES:
+        period_s = _PERIOD_WHILE_TOUCHED_S if now > before else _PERIOD_S
+        before, usual = now, min(usual, now)
+        if now - usual <= _LEAST_ALLOWED_BYTES:
             continue
         arena = reference()
         if arena is None:
             return
-        _drop_touched(arena, now - usual)
+        if now - usual > _allowed_bytes(arena.limit_bytes):
+            _drop_touched(arena, now - usual)
+            before = usual = process_memory.mapped_file_bytes()
         del arena
-        usual = process_memory.mapped_file_bytes()
+
+
+def _allowed_bytes(limit_bytes: int) -> int:
+    part = int(limit_bytes * _ALLOWED_FRACTION)
+    return min(max(part, _LEAST_ALLOWED_BYTES), _MOST_ALLOWED_BYTES)
 
 
 def _drop_touched(arena: StateArena, nbytes: int) -> None:

@@ -187,6 +187,18 @@ def test_reading_everything_that_is_away_fills_no_memory(arena: StateArena) -> N
     assert most < 96 * MIB, "of 192 MiB"
 
 
+def test_beside_a_small_state_little_that_was_read_stays(arena: StateArena) -> None:
+    tensors = [filled(arena, number, 8 * MIB)[0] for number in range(2)]
+    trimmer = Trimmer(arena)
+    time.sleep(0.1)  # it has looked
+    before, deadline = process_memory.mapped_file_bytes(), time.monotonic() + 30
+    assert tensors[0].sum().item() == 0
+    while process_memory.mapped_file_bytes() - before > 4 * MIB and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert process_memory.mapped_file_bytes() - before <= 4 * MIB
+    trimmer.close()
+
+
 def test_what_was_read_can_go_once_the_storage_is_closed(arena: StateArena) -> None:
     tensors = [filled(arena, number, 4 * MIB)[0] for number in range(3)]
     trimmer = Trimmer(arena)
