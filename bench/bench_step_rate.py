@@ -5,10 +5,12 @@ state and so much of the rest of the unlimited peak), activation checkpointing, 
 tensor on the same disk by PyTorch's hooks. One step each in turn; ratios are medians over rounds.
 
     python -m bench.bench_step_rate [--rounds 7] [--quick] [--no-peers] [--beside teraio]
-                                    [--family bert|gpt2|llama|t5|resnet]
+                                    [--family bert|gpt2|llama|t5|resnet] [--disk-alone]
 
-`--beside` asks another question: how fast are the plans of our policy and of another one, really?
-`--family` trains such a model of Hugging Face's library instead of our GPT.
+`--disk-alone` adds plain Inductor beside as many bytes out and back as each budget is short of:
+what the disk takes from the cores, whoever plans. `--beside` asks another question: how fast are
+the plans of our policy and of another one, really? `--family` trains such a model of Hugging Face's
+library instead of our GPT.
 """
 
 import argparse
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--no-peers", action="store_true", help="without the other methods")
     parser.add_argument("--beside", metavar="POLICY", help="only our policy's plans and this one's")
+    parser.add_argument("--disk-alone", action="store_true", help="the disk's own cost, too")
     parser.add_argument("--family", choices=("gpt", *FAMILIES), default="gpt")
     wanted = parser.parse_args()
     is_gpt = wanted.family == "gpt"
@@ -77,6 +80,10 @@ def main() -> None:
             for policy in policies
         ),
     ]
+    if wanted.disk_alone:
+        for share, budget in shares.items():
+            name = f"disk alone, {share} %"
+            contenders.append(Contender(name=name, disk_load_bytes=peak - budget, **common))
     if not wanted.no_peers and not wanted.beside and is_gpt:
         recomputing: dict[str, Any] = common | {"model": model | {"checkpoint": True}}
         contenders.append(Contender(name="checkpointing", **recomputing))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import teraplan
 from bench.disk_hooks import saved_on_disk
+from bench.disk_load import DiskLoad
 from bench.models import gpt, hugging_face
 from bench.slow_storage import slow_down_storage
 from teraplan.runtime import process_memory
@@ -46,6 +47,8 @@ class Contender:
     """That compute."""
     disk_hooks: bool = False
     """Write every saved tensor to disk and read it back, with PyTorch's own hooks."""
+    disk_load_bytes: int = 0
+    """To a file and as many back beside each step: what a plan moves, without a plan."""
     storage_bytes_per_s: int = 0
     """What teraplan's storage carries, both directions together; 0: what it can."""
     deterministic: bool = False
@@ -68,17 +71,20 @@ def main() -> None:
         slow_down_storage(contender.storage_bytes_per_s)
     model.compile(backend=contender.backend, options=contender.options)
 
+    load = DiskLoad(contender.disk_load_bytes) if contender.disk_load_bytes else None
+
     def step() -> dict[str, object]:
-        start_ns = time.perf_counter_ns()
         value = 0.0
-        for micro_batch in data:
-            with _hooks(contender):
-                loss = model(*micro_batch)
-            loss.backward()
-            value += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        elapsed = time.perf_counter_ns() - start_ns
+        with load.beside_step() if load is not None else nullcontext():
+            start_ns = time.perf_counter_ns()
+            for micro_batch in data:
+                with _hooks(contender):
+                    loss = model(*micro_batch)
+                loss.backward()
+                value += loss.item()
+            optimizer.step()
+            optimizer.zero_grad()
+            elapsed = time.perf_counter_ns() - start_ns
         return {"step_ns": elapsed, "loss": value.hex()}
 
     for _ in range(contender.warmup_steps):
