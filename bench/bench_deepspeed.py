@@ -36,7 +36,7 @@ _SETTINGS = {
 """0 slots: one for each parameter that moves; with fewer and its other defaults the second step
 ends with an assertion. With pipelining it asks for twelve slots of optimizer state."""
 _OPTIMIZER_SLOTS = {False: 5, True: 12}
-_OURS_WARMUP_STEPS, _THEIRS_WARMUP_STEPS = 11, 3
+_OURS_WARMUP_STEPS, _THEIRS_WARMUP_STEPS = 24, 3
 
 
 def main() -> None:
