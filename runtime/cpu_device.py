@@ -199,8 +199,9 @@ class CpuDevice(Device):
         self._most_beside_pool_bytes = 0
         self._exact = False
 
-    def has_planned(self) -> None:
-        gc.collect()
+    def has_planned(self, *, anew: bool) -> None:
+        if anew:
+            gc.collect()
         self._malloc.trim()
         process_memory.reset_peak()
 

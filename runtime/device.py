@@ -142,8 +142,13 @@ class Device(ABC):
     def run_fast(self) -> None:
         """Prepare memory for steps at full speed."""
 
-    def has_planned(self) -> None:  # noqa: B027  most do not share memory with planning
-        """A plan was made in the middle of training: what that took is free again."""
+    def has_planned(self, *, anew: bool) -> None:  # noqa: B027  most do not share memory with it
+        """A plan was made in the middle of training, or predicted: what that took is free again.
+
+        Args:
+            anew: it was made, which leaves cycles behind. Looking for them takes a third of a
+                second in a process with a compiler in it.
+        """
 
     def hold_less(self, nbytes: int) -> None:
         """The process is to hold `nbytes` less of the device from now on than it has so far."""

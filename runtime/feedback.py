@@ -49,6 +49,8 @@ class Lesson:
 
     plan: Plan | None = None
     """To be followed from now on."""
+    only_predicts: bool = False
+    """It is the plan in force, with what is expected of it now."""
     held_back_bytes: int = 0
     """By so much less will be in use under `plan`; the peak so far says nothing of it."""
     fallback: str = ""
@@ -85,7 +87,8 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     if better is None and (less or (found and not case.settled)):
         return _with_actual_values(case, plans)
     if better is not None or found:
-        return Lesson(plan=plans.predict_again(case, better or plan))
+        again = plans.predict_again(case, better or plan)
+        return Lesson(plan=again, only_predicts=better is None)
     return _NOTHING
 
 

@@ -288,9 +288,13 @@ class Session:
         lesson = learn(case, self.plans, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
         if lesson.fallback:
             self._fall_back(lesson.fallback)
-        if lesson.plan is not None:
+        if lesson.plan is not None and lesson.only_predicts:
+            case.expect(Schedule(lesson.plan, case.state_blocks))
+            self.reports.write_plan(case.number, lesson.plan)
+        elif lesson.plan is not None:
             self._follow(case, lesson.plan)
-            self.device.has_planned()
+        if lesson.plan is not None:
+            self.device.has_planned(anew=not lesson.only_predicts)
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
             self._forget_peak()

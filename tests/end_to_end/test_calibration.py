@@ -135,6 +135,28 @@ def test_a_plan_that_turns_out_slower_is_given_up_for_the_one_before() -> None:
     _after_training(check)
 
 
+def test_another_prediction_of_the_plan_in_force_is_no_new_start() -> None:
+    """Its runs go on counting, so that it is looked at ever more rarely."""
+
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        _nothing_learned(session)
+        case.settled, before = True, case.num_plans
+        _make_out(session, 0.5, runs=5)
+        case.runs_of, old, recorder = case.schedule, case.schedule, session.engine.recorder
+        assert old is not None
+        assert recorder is not None
+        session._finish_planned_step(case, recorder)
+        assert case.schedule is not None
+        assert case.schedule is not old
+        assert case.schedule.plan.migrations == old.plan.migrations
+        assert case.schedule.plan.prediction.step_ns < old.plan.prediction.step_ns
+        session._finish_planned_step(case, recorder)
+        assert (case.num_runs, case.num_plans) == (7, before)
+
+    _after_training(check)
+
+
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_machine_that_changes_is_learned_anew(factor: float) -> None:
     """Long after everything was settled, where the same plan takes another time than it did."""
