@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.contender import Contender
+from bench.contender import SETTLING_STEPS, Contender
 from bench.models.gpt import GPT, GPTConfig
 from bench.race import race
 from bench.results import write_results
@@ -36,7 +36,7 @@ _SETTINGS = {
 """0 slots: one for each parameter that moves; with fewer and its other defaults the second step
 ends with an assertion. With pipelining it asks for twelve slots of optimizer state."""
 _OPTIMIZER_SLOTS = {False: 5, True: 12}
-_OURS_WARMUP_STEPS, _THEIRS_WARMUP_STEPS = 24, 3
+_THEIRS_WARMUP_STEPS = 3
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def _ours(config: GPTConfig, options: argparse.Namespace) -> list[Contender]:
             model=asdict(config),
             batch_size=options.batch,
             threads=options.threads,
-            warmup_steps=_OURS_WARMUP_STEPS,
+            warmup_steps=SETTLING_STEPS,
         )
         for percent in options.percents
     ]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.contender import Contender
+from bench.contender import SETTLING_STEPS, Contender
 from bench.models.hugging_face import FAMILIES
 from bench.race import race
 from bench.results import write_results
@@ -33,9 +33,6 @@ MODEL: dict[str, object] = {
     "vocab_size": 256,
 }
 QUICK: dict[str, object] = MODEL | {"num_layers": 3, "width": 256}
-_WARMUP_STEPS = 24
-"""Graphs, memory, times, and the steps after which plans are made anew: what the process takes
-beside its tensors is held back, and each such plan begins with no memory mapped."""
 
 
 def main() -> None:
@@ -62,7 +59,7 @@ def main() -> None:
             name=name,
             backend="teraplan",
             options={"device_budget": budget, "policy": policy},
-            warmup_steps=_WARMUP_STEPS,
+            warmup_steps=SETTLING_STEPS,
             **common,
         )
 
@@ -97,7 +94,7 @@ def main() -> None:
             "model": model if is_gpt else wanted.family,
             "batch_size": wanted.batch_size,
             "rounds": wanted.rounds,
-            "warmup_steps": _WARMUP_STEPS,
+            "warmup_steps": SETTLING_STEPS,
             "state_bytes": state,
             "unlimited_peak_bytes": peak,
             "machine": platform.processor() or platform.machine(),

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.contender import Contender
+from bench.contender import SETTLING_STEPS, Contender
 from bench.race import race
 from bench.results import write_results
 from bench.state_model import (
@@ -36,8 +36,6 @@ from teraplan.units import format_nbytes
 
 PERCENTS = (100, 75, 50, 35, 20)
 _ASKED_RATE = 0.90
-_WARMUP_STEPS = 24
-"""Graphs, memory, times, and the steps after which plans are made anew."""
 _UNLIMITED_WARMUP_STEPS = 3
 
 
@@ -70,7 +68,7 @@ def compare_rates(options: argparse.Namespace) -> None:
     beside_bytes = 0 if options.strict else activation_bytes(common, options.kernels)
     print(f"activations and workspace take {format_nbytes(beside_bytes)}")
     contenders = [Contender(name=UNLIMITED, warmup_steps=_UNLIMITED_WARMUP_STEPS, **common)]
-    common["warmup_steps"] = _WARMUP_STEPS
+    common["warmup_steps"] = SETTLING_STEPS
     policies = [OURS, options.beside] if options.beside else [OURS]
     for percent in options.percents:
         settings = run_settings(options, state_bytes * percent // 100 + beside_bytes)

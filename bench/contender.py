@@ -27,6 +27,10 @@ from bench.models import gpt, hugging_face
 from bench.slow_storage import slow_down_storage
 from teraplan.runtime import process_memory
 
+SETTLING_STEPS = 24
+"""Graphs, memory, times, and the steps after which plans are made anew: what the process takes
+beside its tensors is held back, and each such plan begins with no memory mapped."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:

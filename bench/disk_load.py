@@ -23,36 +23,28 @@ class DiskLoad:
 
     def __init__(self, nbytes: int) -> None:
         self._num_pieces = nbytes // _PIECE_BYTES
-        self._memory = mmap.mmap(-1, 2 * _PIECE_BYTES)
-        self._memory.write(os.urandom(2 * _PIECE_BYTES))
+        self._out, self._back = (mmap.mmap(-1, _PIECE_BYTES) for _ in range(2))
+        self._out.write(os.urandom(_PIECE_BYTES))
         flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT
         self._file = os.open(default_directory(), flags, 0o600)
         self._step_s = 0.0
-        for number in range(_FILE_PIECES):
-            self._write(number)
+        for place in range(_FILE_PIECES):
+            os.pwritev(self._file, [self._out], place * _PIECE_BYTES)
 
     @contextmanager
     def beside_step(self) -> Iterator[None]:
-        """Within this they move, from the second time on; it ends when they have moved."""
-        thread = threading.Thread(target=self._move, args=(self._step_s,))
+        """Within this they move, the first time all at once; it ends when they have moved."""
         began_s = time.perf_counter()
-        if self._step_s:
-            thread.start()
+        thread = threading.Thread(target=self._move, args=(began_s, self._step_s))
+        thread.start()
         yield
         self._step_s = time.perf_counter() - began_s
-        if thread.ident is not None:
-            thread.join()
+        thread.join()
 
-    def _move(self, step_s: float) -> None:
-        began_s = time.perf_counter()
+    def _move(self, began_s: float, step_s: float) -> None:
         for number in range(self._num_pieces):
             due_s = began_s + step_s * number / self._num_pieces
             time.sleep(max(0.0, due_s - time.perf_counter()))
-            self._write(number)
-            place = number % _FILE_PIECES * _PIECE_BYTES
-            piece = memoryview(self._memory)[_PIECE_BYTES:]
-            os.preadv(self._file, [piece], place)
-
-    def _write(self, number: int) -> None:
-        piece = memoryview(self._memory)[:_PIECE_BYTES]
-        os.pwritev(self._file, [piece], number % _FILE_PIECES * _PIECE_BYTES)
+            offset = number % _FILE_PIECES * _PIECE_BYTES
+            os.pwritev(self._file, [self._out], offset)
+            os.preadv(self._file, [self._back], offset)

@@ -115,9 +115,7 @@ class GraphForecast:
         if budget_bytes >= (self._hopeless_bytes if certainly else least):
             return
         state = self.state_bytes + self.future_state_bytes
-        named = _with_margin(least) + moving_bytes
-        margin = self._wide_margin_bytes if self._tables else 0
-        named += margin if certainly else min(margin, int(named * _MARGIN_WHERE_STATE_MOVES))
+        named = self._named_bytes(moving_bytes, certainly=certainly)
         part = f", {format_nbytes(max(0, budget_bytes))} of it beside the training state that moves"
         for_state = f", with {format_nbytes(moving_bytes)} for the training state that moves"
         if moving_bytes and state > _MUCH_THAT_STAYS_BYTES:
@@ -138,6 +136,16 @@ class GraphForecast:
             f"it is {format_nbytes(least)}; set device_budget to {format_nbytes(named)} "
             f"({named} bytes), which {enough}{for_state if moving_bytes else ''}",
             least_budget_bytes=named,
+        )
+
+    def _named_bytes(self, moving_bytes: int, *, certainly: bool) -> int:
+        """A budget that is enough, as far as the graphs tell; see `refuse`."""
+        named = _with_margin(self.least_bytes) + moving_bytes
+        if not self._tables:
+            return named
+        margin = self._wide_margin_bytes
+        return named + (
+            margin if certainly else min(margin, int(named * _MARGIN_WHERE_STATE_MOVES))
         )
 
     @property

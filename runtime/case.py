@@ -138,9 +138,13 @@ class Case:
         self.num_runs += 1
         del self.runs[:-_KEPT_RUNS]
 
-    def expect(self, schedule: Schedule) -> None:
-        """The schedule in force, with another prediction: its runs go on counting."""
-        self.schedule = self.runs_of = schedule
+    def follow(self, schedule: Schedule, *, anew: bool) -> None:
+        """It comes into force; if it is only another prediction, runs go on counting."""
+        self.schedule = schedule
+        if anew:
+            self.num_plans += 1
+        else:
+            self.runs_of = schedule
 
     def take_overhead(self, nbytes: int) -> None:
         """The process holds so much beside tensors now: what has come since is no tensor's."""

@@ -288,13 +288,10 @@ class Session:
         lesson = learn(case, self.plans, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
         if lesson.fallback:
             self._fall_back(lesson.fallback)
-        if lesson.plan is not None and lesson.only_predicts:
-            case.expect(Schedule(lesson.plan, case.state_blocks))
-            self.reports.write_plan(case.number, lesson.plan)
-        elif lesson.plan is not None:
-            self._follow(case, lesson.plan)
         if lesson.plan is not None:
-            self.device.has_planned(anew=not lesson.only_predicts)
+            anew = not lesson.only_predicts
+            self._follow(case, lesson.plan, anew=anew)
+            self.device.has_planned(anew=anew)
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
             self._forget_peak()
@@ -328,10 +325,12 @@ class Session:
                 )
         self.plans.require_known(table)
 
-    def _follow(self, case: Case, plan: Plan) -> None:
-        case.schedule, case.num_plans = Schedule(plan, case.state_blocks), case.num_plans + 1
+    def _follow(self, case: Case, plan: Plan, *, anew: bool = True) -> None:
+        """`anew`: it is not the one in force with another prediction."""
+        case.follow(Schedule(plan, case.state_blocks), anew=anew)
         self.reports.write_plan(case.number, plan)
-        log.info("%s", plan_banner(plan))
+        if anew:
+            log.info("%s", plan_banner(plan))
 
     # -- budgets before there is a plan --------------------------------------------------------
 

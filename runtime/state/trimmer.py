@@ -13,6 +13,7 @@ from teraplan.runtime import pages, process_memory
 from teraplan.runtime.state.arena import StateArena
 
 _PERIOD_S, _PERIOD_WHILE_TOUCHED_S = 0.01, 0.001
+"""In the longer one some 20 MB can come."""
 _MOST_ALLOWED_BYTES, _LEAST_ALLOWED_BYTES = 32 << 20, 2 << 20
 _ALLOWED_FRACTION = 1 / 8
 """Of what the state may take: so much may be touched before anything is done about it."""
