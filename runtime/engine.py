@@ -73,8 +73,8 @@ class Engine:
         self._larger_than_planned = False
         """Sizes vary: the plan is kept to as far as possible."""
         self._views: dict[int, View] = {}
-        self._used_once: set[int] = set()
-        """Keys of tokens whose backward has run and may run again: `retain_graph=True`."""
+        self._waiting: set[int] = set()
+        """Keys of the step's tokens whose backward has not run."""
         self._by_storage: dict[int, Saved] = {}
         self._of_step: list[Saved] = []
         self._call = -1
@@ -86,8 +86,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True if no forward of this step waits for its backward."""
-        waiting = [v for key, v in list(self._views.items()) if key not in self._used_once]
-        return not any(self._is_of_step(view.saved) for view in waiting)
+        return not self._waiting
 
     @property
     def in_backward(self) -> bool:
@@ -141,6 +140,7 @@ class Engine:
         self.diverged_at = None
         self.managed_peak_bytes = self.mover.managed_bytes
         self._of_step = []
+        self._waiting.clear()
         self._call = -1
         self.mover.begin_step()
         self._rehearsal_limits = rehearsal_limits
@@ -180,6 +180,7 @@ class Engine:
         key, token = make_token(self)
         byte_offset = int(x.storage_offset()) * x.element_size()
         self._views[key] = view = View(saved, byte_offset, x.stride(), call, table.graph)
+        self._waiting.add(key)
         self.recomputer.saved(view, x, table, slot, beside)
         number = self._number_of(saved)
         site = self._arrive((SiteKind.SAVE, table.graph, call, False, number))
@@ -223,9 +224,8 @@ class Engine:
         view.saved.in_use -= 1
         number = self._number_of(view.saved)
         site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
-        if _get_current_graph_task_keep_graph():
-            self._used_once.add(key)
-        else:
+        self._waiting.discard(key)
+        if not _get_current_graph_task_keep_graph():  # else the backward may run again
             self._use_up(key)
         self._act(site)
         self._leave()
@@ -273,7 +273,7 @@ class Engine:
 
     def _use_up(self, key: int) -> None:
         """A token has been used up, or there will be no backward for it."""
-        self._used_once.discard(key)
+        self._waiting.discard(key)
         view = self._views.pop(key, None)
         if view is None:
             return

@@ -5,7 +5,7 @@
 
 from bisect import bisect_left, insort
 
-from teraplan.runtime.page_scraps import Piece, total_nbytes
+from teraplan.runtime.page_scraps import Piece
 from teraplan.runtime.pages import HUGE_PAGE_BYTES
 
 
@@ -17,7 +17,7 @@ class PageBlock:
     def __init__(self, address: int, pieces: list[Piece], *, is_large: bool) -> None:
         self.address = address
         self.pieces = pieces
-        self.nbytes = total_nbytes(pieces)
+        self.nbytes = pieces[-1].end - address
         self.is_large = is_large
         """It is, or was, part of a mapping that may have huge pages."""
 
@@ -28,13 +28,13 @@ class PageBlock:
 
     def split(self, nbytes: int) -> tuple["PageBlock", "PageBlock"]:
         """The first `nbytes`, and the rest; each has some."""
-        at, cut = 0, self.address + nbytes
-        while self.pieces[at].end < cut:
-            at += 1
-        piece = self.pieces[at]
-        first, rest = [*self.pieces[:at], piece.first(cut - piece.address)], self.pieces[at + 1 :]
+        cut = self.address + nbytes
+        at = bisect_left(self.pieces, (cut,))
+        first, rest = self.pieces[:at], self.pieces[at:]
+        piece = first[-1]
         if piece.end > cut:
-            rest = [piece.last(piece.end - cut), *rest]
+            first[-1] = piece.first(cut - piece.address)
+            rest.insert(0, piece.last(piece.end - cut))
         large = self.is_large
         return (
             PageBlock(self.address, first, is_large=large),
