@@ -14,6 +14,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from teraplan import __version__
 from teraplan.errors import StateHasToMoveError
 from teraplan.graph_table import GraphTable
+from teraplan.passes.checkpoint_boundaries import keep_boundaries
 from teraplan.passes.insert_sites import insert_sites
 from teraplan.passes.insert_state_sites import insert_state_sites
 from teraplan.passes.lowering import INDUCTOR_CONFIG, register_lowerings
@@ -79,6 +80,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
             StateHasToMoveError: they take more than there is room for.
         """
         kwargs.pop("compiler", None)
+        keep_boundaries(gm.graph)
         forward, backward = min_cut_rematerialization_partition(
             gm, joint_inputs, compiler="inductor", **kwargs
         )
@@ -117,7 +119,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
         what = "updates" if self.updates else "state"
-        return f"teraplan-{__version__}-partitioner-17-{what if self.moves_state else 'saved'}"
+        return f"teraplan-{__version__}-partitioner-18-{what if self.moves_state else 'saved'}"
 
 
 def _forget_mutation_regions(module: fx.GraphModule) -> None:
