@@ -1,11 +1,12 @@
 """Copies between the device and host memory for updates that run on the host's cores.
 
+    backward          follow, out(gradient)
     training thread   begin ---------------------------------------------- end
     worker              out(gradient) -> wait -> update -> back(parameter)
 
 What the device was given before `begin` precedes every copy, and what it is given after `end`
-follows all of them. `out` and `back` are called by one thread, whose device memory lives until
-`end`.
+follows all of them. `out` and `back` are called by one thread at a time; the device memory of the
+worker's lives until `end`.
 """
 
 from abc import ABC, abstractmethod
@@ -22,6 +23,10 @@ Wait = Callable[[], None]
 
 class HostLane(ABC):
     """The way from the device to the host's cores and back."""
+
+    @abstractmethod
+    def follow(self) -> None:
+        """In the thread of a backward: all that the device was given precedes later copies out."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -57,6 +62,9 @@ class HostLane(ABC):
 class PlainLane(HostLane):
     """Where the device is the host itself: copies within memory."""
 
+    def follow(self) -> None:
+        """Nothing is queued anywhere."""
+
     def begin(self) -> None:
         """Nothing is queued anywhere."""
 
@@ -87,6 +95,10 @@ class StreamLane(HostLane):
         self._cuda = cuda
         self._out, self._back = cuda.new_stream(), cuda.new_stream()
         self._computing: Stream | None = None
+
+    def follow(self) -> None:
+        """Let copies out wait for the stream that the backward runs on."""
+        self._cuda.wait(self._out, self._cuda.record(self._cuda.current_stream()))
 
     def begin(self) -> None:
         """Let both streams wait for the computation."""

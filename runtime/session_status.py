@@ -97,6 +97,7 @@ def _of_host_updates(host_updates: HostUpdates) -> dict[str, object]:
     return {
         "host_state_bytes": host_updates.placement.state.nbytes,
         "host_updates": host_updates.last.num_updates,
+        "host_gradients_sent_early": host_updates.last.num_sent_early,
         "host_update_ns": host_updates.last.busy_ns,
         "host_wait_ns": host_updates.last.waited_ns,
     }

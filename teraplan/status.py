@@ -90,6 +90,8 @@ class Status:
     """Optimizer state in host memory, of parameters that are updated there; -1: none may be."""
     host_updates: int = 0
     """Parameters that the host's cores have updated in the last step of an optimizer."""
+    host_gradients_sent_early: int = 0
+    """Of these, the ones whose gradients went to the host in the backward."""
     host_update_ns: int = -1
     """That took so long, copies not counted."""
     host_wait_ns: int = -1
@@ -150,7 +152,8 @@ class Status:
             lines += [
                 f"  optimizer state on host    {_bytes(self.host_state_bytes)}",
                 f"  updates on host            {self.host_updates} in {_time(self.host_update_ns)}"
-                f", {_time(self.host_wait_ns)} longer than the device's part",
+                f", {_time(self.host_wait_ns)} longer than the device's part;"
+                f" {self.host_gradients_sent_early} gradients sent in the backward",
             ]
         for s in self.stores:
             lines.append(f"  store {s.directory}: {s.path} on {s.file_system}")

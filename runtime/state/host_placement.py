@@ -51,19 +51,23 @@ class HostPlacement:
         placed = self._placed.get(optimizer)
         return placed.share if placed is not None else 0.0
 
+    def is_placed(self, optimizer: Optimizer, share: float) -> bool:
+        """True if `share` and the optimizer's parameters are those of last time."""
+        placed = self._placed.get(optimizer)
+        return (
+            placed is not None
+            and placed.share == share
+            and placed.looked_at == _identities(optimizer)
+        )
+
     def place(self, optimizer: Optimizer, share: float) -> None:
         """Choose the parameters to be updated on the host, and let their state go there.
-
-        Nothing is done if `share` and the optimizer's parameters are those of last time.
 
         Raises:
             FallbackRefusedError: `strict` is set, and fewer fit into the host budget.
         """
         placed = self._placed.setdefault(optimizer, _Placed(0.0))
-        everything = tuple(id(p) for p in parameters_of(optimizer))
-        if placed.share == share and placed.looked_at == everything:
-            return
-        placed.share, placed.looked_at = share, everything
+        placed.share, placed.looked_at = share, _identities(optimizer)
         choice = self._choice(optimizer, placed)
         if choice.left_out_bytes:
             self._report(choice.left_out_bytes)
@@ -196,3 +200,7 @@ class HostPlacement:
             f"{format_nbytes(pool.limit_bytes)} {format_nbytes(pool.free_bytes)} are free; raise "
             "host_budget"
         )
+
+
+def _identities(optimizer: Optimizer) -> tuple[int, ...]:
+    return tuple(id(p) for p in parameters_of(optimizer))

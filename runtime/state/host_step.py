@@ -10,7 +10,7 @@ the bucket's parameters. It runs in any thread, beside the device's part of the 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from teraplan.errors import HostUpdateError, StorageFullError, TeraplanError
 from teraplan.runtime.host_lane import HostLane, Wait
 from teraplan.runtime.host_memory import host_bytes
 from teraplan.runtime.state.host_state import HostState, State
-from teraplan.runtime.state.host_twins import Twin, twins_in
+from teraplan.runtime.state.host_twins import Sent, Twin, twins_in
 from teraplan.runtime.state.per_parameter import plain_step
 from teraplan.runtime.state.stand_in import Values, stand_in, values_beside_state, values_to_host
 from teraplan.units import format_nbytes
@@ -49,6 +49,8 @@ class HostPlace:
     """Two, (nbytes,), uint8, each with room for any bucket."""
     state: HostState
     access: Access
+    sent: Mapping[int, Sent]
+    """Gradients that are on their way already, by identity of the parameter."""
 
 
 class HostStep:
@@ -77,6 +79,8 @@ class HostStep:
         self.args, self.kwargs = args, kwargs
         self.parameters = {id(p) for bucket in buckets for p in bucket}
         """Identities."""
+        self.num_sent = len(place.sent)
+        """Of their gradients, those that are on their way already."""
         self._missing_bytes = missing_bytes
         self._grad_enabled = torch.is_grad_enabled()
         self.ended = threading.Event()
@@ -133,7 +137,7 @@ class HostStep:
 
     def _bring(self, number: int) -> tuple[list[Twin], list[Wait]]:
         place, bucket = self._place, self._buckets[number]
-        twins = twins_in(place.slots[number % len(place.slots)], bucket)
+        twins = twins_in(place.slots[number % len(place.slots)], bucket, place.sent)
         waits: list[Wait] = []
         for twin in twins:
             with place.access((twin.parameter, twin.gradient), writes=False):

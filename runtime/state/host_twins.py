@@ -2,11 +2,14 @@
 
     slot   [value | gradient | value | gradient ...]      reused, bucket after bucket
 
+A gradient that has come in the backward stays where it is (`early_gradients`).
+
 A twin has the type, shape and strides of its parameter, so copies are of bytes, and the optimizer's
 kernels go through the elements in the same order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,11 +20,23 @@ ALIGNMENT = 64
 """Bytes at which values and gradients begin in a slot."""
 
 
+class Sent(NamedTuple):
+    """A gradient that is on its way to the host."""
+
+    memory: torch.Tensor
+    """(nbytes,), uint8."""
+    wait: Wait
+
+
 class Twin:
     """A parameter's value and gradient in host memory."""
 
     def __init__(
-        self, parameter: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor
+        self,
+        parameter: torch.Tensor,
+        value: torch.Tensor,
+        gradient: torch.Tensor,
+        arrives: Wait | None = None,
     ) -> None:
         assert parameter.grad is not None
         self.parameter, self.gradient = parameter, parameter.grad
@@ -33,11 +48,15 @@ class Twin:
         elif parameter.requires_grad:
             self.tensor = self.value.requires_grad_()
         self._version = -1
+        self._arrives = arrives
+        """The gradient is on its way already."""
 
     def out(self, lane: HostLane) -> list[Wait]:
         """Start copying to host memory."""
-        pairs = ((self.parameter, self.value), (self.gradient, self._host_gradient))
-        return [lane.out(bytes_of(source), bytes_of(target)) for source, target in pairs]
+        waits = [lane.out(bytes_of(self.parameter), bytes_of(self.value))]
+        if self._arrives is not None:
+            return [*waits, self._arrives]
+        return [*waits, lane.out(bytes_of(self.gradient), bytes_of(self._host_gradient))]
 
     def give_gradient(self) -> None:
         """The bytes are there: the optimizer may see them."""
@@ -90,14 +109,23 @@ def is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
-def twins_in(slot: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[Twin]:
-    """Twins of parameters with gradients, in the memory of `slot`, (nbytes,), uint8."""
+def twins_in(
+    slot: torch.Tensor, parameters: Sequence[torch.Tensor], sent: Mapping[int, Sent]
+) -> list[Twin]:
+    """Twins of parameters with gradients, in the memory of `slot`, (nbytes,), uint8.
+
+    Gradients that have been `sent`, by identity of the parameter, are where they come to.
+    """
     made, offset = [], 0
     for parameter in parameters:
         gradient = parameter.grad
         assert gradient is not None, "a parameter without a gradient is not updated"
         value = _placed(slot, offset, parameter)
         offset += _aligned(parameter.nbytes)
+        early = sent.get(id(parameter))
+        if early is not None:
+            made.append(Twin(parameter, value, _placed(early.memory, 0, gradient), early.wait))
+            continue
         made.append(Twin(parameter, value, _placed(slot, offset, gradient)))
         offset += _aligned(gradient.nbytes)
     return made

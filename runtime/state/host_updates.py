@@ -3,9 +3,10 @@
     hooks of the user | host   b0 b1 b2 ...          | the user's own call: one parameter | hooks
                       | device all others but one    |
 
-The chosen parameters' optimizer state lives in host memory; `optimizer.state` shows it there. In a
-step their gradients and values are copied to the host, updated by the optimizer's own arithmetic
-(`host_step`), and the values copied back. The step ends when both parts are done.
+The chosen parameters' optimizer state lives in host memory; `optimizer.state` shows it there. Their
+gradients come to the host in the backward (`early_gradients`) or with their values in the step; the
+optimizer's own arithmetic updates them (`host_step`), and the values are copied back. The step ends
+when both parts are done.
 
 Where the training state moves by pages, host and device are the same cores: then the host's part
 comes first, and `OptimizerSteps` does the rest in its buckets.
@@ -15,9 +16,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,8 +30,11 @@ from teraplan.runtime import census
 from teraplan.runtime.device import Device
 from teraplan.runtime.host_lane import PlainLane
 from teraplan.runtime.state import attachment, host_choice, host_rates
+from teraplan.runtime.state.early_gradients import EarlyGradients
 from teraplan.runtime.state.host_placement import HostPlacement
+from teraplan.runtime.state.host_records import HostReport, Known
 from teraplan.runtime.state.host_step import HostPlace, HostStep
+from teraplan.runtime.state.host_twins import Sent
 from teraplan.runtime.state.host_worker import HostWorker
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.state.per_parameter import (
@@ -40,7 +43,6 @@ from teraplan.runtime.state.per_parameter import (
     updates_each_by_itself,
 )
 from teraplan.runtime.state.stand_in import (
-    Values,
     equal,
     keeps_tensors_beside_state,
     own_state,
@@ -69,38 +71,6 @@ _REMEDY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HostReport:
-    """What the host did in the last step of an optimizer."""
-
-    num_updates: int = 0
-    """Parameters."""
-    busy_ns: int = 0
-    """That their updates took, copies not counted."""
-    waited_ns: int = 0
-    """From the end of the device's part to that of the host's."""
-
-
-@dataclass(slots=True, eq=False)
-class _Known:
-    """What is known of one optimizer, and of its step under way."""
-
-    handles: tuple[RemovableHandle, ...]
-    tried: bool = False
-    """Its step can be divided, or it is `refused`."""
-    refused: bool = False
-    measured: bool = False
-    """It has been decided how much is faster on the host."""
-    has_new_state: bool = False
-    """The host has made state that is not yet where a plain step would have it."""
-    left: Optimizer | None = None
-    """What the hooks before ours have left to be stepped, the user's or a stand-in for it."""
-    made: Optimizer | None = None
-    """What is left to the user's own call."""
-    values: list[Values] = field(default_factory=list[Values])
-    """What the parts that are done have left beside `state`."""
-
-
 class HostUpdates:
     """The host's part of all optimizers that update parameters of one session's models."""
 
@@ -109,8 +79,9 @@ class HostUpdates:
         wanted = config.host_updates != "never"
         self._lane = device.open_lane() if wanted else PlainLane()
         self.placement = HostPlacement(device, self._lane, strict=config.strict)
+        self._early = EarlyGradients(device.host_pool, self._lane)
         self.last = HostReport()
-        self._known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Optimizer, Known] = weakref.WeakKeyDictionary()
         self._tidied: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._worker = HostWorker(config.deadline_s)
         self._broken: TeraplanError | None = None
@@ -150,7 +121,7 @@ class HostUpdates:
         for optimizer in optimizers:
             self._meet_optimizer(optimizer)
             if not keeps_tensors_beside_state(optimizer):
-                self.placement.place(optimizer, self._first_share)
+                self._place(optimizer, self._first_share)
 
     def missing_bytes(self) -> int:
         """Of state that does not exist yet, and will not be on the device."""
@@ -161,6 +132,7 @@ class HostUpdates:
         if self._hook is not None:
             self._hook.remove()
         self._worker.close()
+        self._early.close()
         # At the end of the process the main thread counts as dead, and nobody needs the state.
         needed = threading.main_thread().is_alive()
         for optimizer in list(self._known) if needed else ():
@@ -195,14 +167,15 @@ class HostUpdates:
         args, kwargs = called_once(args, kwargs)
         if not self._can_be_divided(optimizer, known, args[1:], kwargs):
             return args, kwargs
-        share = max(self._first_share, self.placement.share_of(optimizer))
-        self.placement.place(optimizer, share)
+        self._place(optimizer, max(self._first_share, self.placement.share_of(optimizer)))
         self._tidy(optimizer)
         left: Optimizer = args[0]
         chosen = self.placement.to_update(optimizer, left)
+        sent = self._early.take(chosen)
         if chosen:
-            made = self._run(optimizer, left, self._step(left, chosen, args[1:], kwargs))
-            return (made, *args[1:]), kwargs
+            made = self._run(optimizer, left, self._step(left, chosen, sent, args[1:], kwargs))
+            args = (made, *args[1:])
+        self._watch(optimizer, chosen)
         return args, kwargs
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401
@@ -223,6 +196,7 @@ class HostUpdates:
 
     def _loaded(self, optimizer: Optimizer) -> None:
         """A state_dict was loaded: what belongs on the host goes there."""
+        self._early.close()  # state that was loaded comes first to have the room
         self.placement.take_in(optimizer)
 
     # -- optimizers ------------------------------------------------------------------------------
@@ -241,7 +215,7 @@ class HostUpdates:
         if optimizer in self._known:
             return
         before, after, loaded = hooks_of(self, _REMEDY)
-        self._known[optimizer] = _Known(
+        self._known[optimizer] = Known(
             handles=(
                 optimizer.register_step_pre_hook(before),
                 optimizer.register_step_post_hook(after),
@@ -254,6 +228,7 @@ class HostUpdates:
         known = self._known.pop(optimizer, None)
         for handle in known.handles if known is not None else ():
             handle.remove()
+        self._early.watch(parameters_of(optimizer), ())
         self.placement.let_go(optimizer)
 
     def _tidy(self, optimizer: Optimizer) -> None:
@@ -267,7 +242,7 @@ class HostUpdates:
         return wanted if isinstance(wanted, float) else self._needed_share
 
     def _can_be_divided(
-        self, optimizer: Optimizer, known: _Known, args: Sequence[Any], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, known: Known, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> bool:
         """True if the step of some parameters on the host is what it is on the device.
 
@@ -291,7 +266,7 @@ class HostUpdates:
         return not known.refused
 
     def _measure(
-        self, optimizer: Optimizer, known: _Known, args: Sequence[Any], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, known: Known, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
         """Decide by rates how much the host is to do, once there is state to try it on."""
         known.measured = not self._device.has_host_beside
@@ -301,7 +276,16 @@ class HostUpdates:
         known.measured = True
         ours = [p for p in parameters_of(optimizer) if p in self.placement.ours]
         share = host_rates.faster_share(optimizer, tried, ours, self._device, args, kwargs)
-        if share > self.placement.share_of(optimizer):
+        self._place(optimizer, max(share, self.placement.share_of(optimizer)))
+
+    def _watch(self, optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> None:
+        """Let gradients come early, but not where state that is still to be made needs the room."""
+        may = self._device.has_host_beside and not host_choice.missing_bytes(optimizer)
+        self._early.watch(parameters_of(optimizer), chosen if may else ())
+
+    def _place(self, optimizer: Optimizer, share: float) -> None:
+        if not self.placement.is_placed(optimizer, share):
+            self._early.close()  # state comes first to have the room
             self.placement.place(optimizer, share)
 
     # -- the step --------------------------------------------------------------------------------
@@ -310,6 +294,7 @@ class HostUpdates:
         self,
         left: Optimizer,
         chosen: Sequence[torch.Tensor],
+        sent: Mapping[int, Sent],
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> HostStep:
@@ -318,6 +303,7 @@ class HostUpdates:
             slots=self.placement.slots,
             state=self.placement.state,
             access=self._access,
+            sent=sent,
         )
         buckets = list(host_choice.buckets_of(chosen))
         return HostStep(left, buckets, place, args, kwargs, host_choice.missing_bytes(left))
@@ -360,9 +346,7 @@ class HostUpdates:
         known.left, known.made = left, stand_in(left, {id(p) for p in rest})
         return known.made
 
-    def _update_here(
-        self, known: _Known, left: Optimizer, bucket: set[int], step: HostStep
-    ) -> None:
+    def _update_here(self, known: Known, left: Optimizer, bucket: set[int], step: HostStep) -> None:
         """The update on the device, at the same time as that of `step`."""
         if bucket:
             with own_state(stand_in(left, bucket)) as made:  # all of `state` is not for it to see
@@ -389,7 +373,7 @@ class HostUpdates:
             self._known[optimizer].has_new_state = True
         for parameter in step.unfit:
             self.placement.give_up(optimizer, parameter)
-        self.last = HostReport(len(step.updated), step.busy_ns, waited_ns)
+        self.last = HostReport(len(step.updated), step.num_sent, step.busy_ns, waited_ns)
 
 
 def _not_by_itself(optimizer: Optimizer) -> str:

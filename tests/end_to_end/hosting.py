@@ -30,5 +30,10 @@ def check(program: Program, *, share: float = THREE, updates: int = 3, **options
 
 def host_updates() -> HostUpdates:
     """Those of the session that has some."""
-    (found,) = [s.host_updates for s in sessions() if s.host_updates.wanted]
+    (found,) = all_host_updates()
     return found
+
+
+def all_host_updates() -> list[HostUpdates]:
+    """Those of all sessions that have some."""
+    return [s.host_updates for s in sessions() if s.host_updates.wanted]

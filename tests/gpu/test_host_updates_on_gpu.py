@@ -21,7 +21,9 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-def trained(name: str, **options: object) -> tuple[list[Tensor], torch.optim.Optimizer, int]:
+def trained(
+    name: str, *, clip: bool = True, **options: object
+) -> tuple[list[Tensor], torch.optim.Optimizer, int]:
     """Parameters after four steps, the optimizer, and the bytes allocated then."""
     torch._dynamo.reset()
     torch.manual_seed(7)
@@ -34,7 +36,8 @@ def trained(name: str, **options: object) -> tuple[list[Tensor], torch.optim.Opt
     for step in range(4):
         loss = model(*(tensor.cuda() for tensor in gpt.batch(GPT, 8, step)))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
@@ -50,6 +53,14 @@ def test_updates_on_the_host_are_those_of_the_device_within_rounding(name: str) 
     assert teraplan.status().host_updates > 0
     devices = {v.device.type for s in optimizer.state.values() for v in s.values() if v.ndim}
     assert devices == {"cpu", "cuda"}
+
+
+def test_gradients_are_on_the_host_before_the_step_begins() -> None:
+    expected, _, _ = trained("AdamW", clip=False)
+    found, _, _ = trained("AdamW", clip=False, host_updates=0.5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    status = teraplan.status()
+    assert status.host_gradients_sent_early == status.host_updates > 0
 
 
 def test_state_leaves_the_device() -> None:

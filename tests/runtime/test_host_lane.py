@@ -1,6 +1,7 @@
 """Copies to the host's cores and back over fake streams: in order with the computation."""
 
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -49,6 +50,22 @@ def test_copies_are_in_order_with_the_computation(seed: int) -> None:
             world.cuda.finish()
             for number, copy in enumerate(copies):
                 assert torch.equal(copy, content_of(step + number, MIB) + 1)
+        lane.finish()
+
+
+def test_a_copy_in_the_backward_follows_what_has_made_the_gradient() -> None:
+    with World(seed=0, slowest_s=0.01) as world:
+        lane, pool = world.device.open_lane(), world.device.host_pool
+        memory = host_bytes(pool, MIB)
+        assert memory is not None
+        world.cuda.compute.gate.clear()
+        tensor = world.tensor(1, MIB)  # the backward will write it
+        lane.follow()
+        wait = lane.out(tensor, memory)
+        time.sleep(0.03)
+        world.cuda.compute.gate.set()
+        wait()
+        assert torch.equal(memory, content_of(1, MIB))
         lane.finish()
 
 

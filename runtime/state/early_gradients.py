@@ -1,0 +1,165 @@
+"""Gradients that go to the host in the backward, for updates on its cores.
+
+    backward     p.grad is complete: its sums, and its copy to the host behind the computation
+    the step     the same tensor with the same sums: the host has it
+                 another one: it goes to the host with its bucket, as it is now
+
+In between anybody may change a gradient, some in ways that leave no trace: clipping, a GradScaler,
+an all-reduce, `.data`. The sums are those of its 1,024 columns as integers, so they cost the device
+one pass over it. Of several backwards for one step the last one's counts: as many as in the last
+step. Where what was sent is of no use in two steps, as with clipping, nothing is sent any more.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from teraplan.runtime.host_lane import HostLane, Wait
+from teraplan.runtime.host_memory import host_bytes
+from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.state.host_choice import has_fitting_gradient
+from teraplan.runtime.state.host_twins import Sent, bytes_of
+from teraplan.runtime.untraced import untraced
+
+_NUM_COLUMNS = 1024
+_MOST_USELESS_STEPS = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Gradient:
+    """What is known of one parameter's."""
+
+    handle: RemovableHandle
+    memory: torch.Tensor | None = None
+    """On the host, (nbytes,), uint8."""
+    num_arrived: int = 0
+    """Backwards since the last step."""
+    num_expected: int = 1
+    source: torch.Tensor | None = None
+    """The gradient that has been sent: its memory lives until the step has looked at it."""
+    wait: Wait | None = None
+    version: int = -1
+    sums: torch.Tensor | None = None
+
+
+class EarlyGradients:
+    """Those of one session. Memory is what host memory has left; without any nothing is sent."""
+
+    def __init__(self, pool: PinnedPool, lane: HostLane) -> None:
+        self._pool, self._lane = pool, lane
+        self._known = WeakIdKeyDictionary()
+        self._num_useless = 0
+
+    def watch(self, parameters: Iterable[torch.Tensor], chosen: Sequence[torch.Tensor]) -> None:
+        """From the next backward on send the gradients of those that are `chosen`, not others'."""
+        wanted = {id(p) for p in chosen} if self._num_useless < _MOST_USELESS_STEPS else set()
+        for parameter in parameters:
+            if id(parameter) not in wanted:
+                self.forget(parameter)
+            elif parameter not in self._known:
+                self._known[parameter] = _Gradient(_hook(self, parameter))
+
+    def forget(self, parameter: torch.Tensor) -> None:
+        """Send its gradient no more."""
+        known = self._of(parameter)
+        if known is not None:
+            known.handle.remove()
+            del self._known[parameter]
+
+    def close(self) -> None:
+        """Send nothing, and need no memory, until `watch` is called again."""
+        self._lane.finish()
+        for parameter in list(self._known):
+            self.forget(parameter)
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """A backward has given the parameter its gradient, or added to it."""
+        known = self._of(parameter)
+        if known is None:
+            return
+        known.num_arrived += 1
+        known.source = known.wait = None
+        gradient = parameter.grad
+        if known.num_arrived < known.num_expected or not has_fitting_gradient(parameter):
+            return
+        assert gradient is not None, "a gradient that fits is one"
+        if known.memory is None:
+            known.memory = host_bytes(self._pool, gradient.nbytes)
+        if known.memory is None or known.memory.nbytes != gradient.nbytes:
+            return
+        known.sums, known.version = sums_of(gradient), gradient._version
+        self._lane.follow()
+        known.source, known.wait = gradient, self._lane.out(bytes_of(gradient), known.memory)
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> dict[int, Sent]:
+        """The optimizer steps: what the host has of the gradients of `parameters`, by identity."""
+        sent: list[tuple[torch.Tensor, _Gradient]] = []
+        for parameter in parameters:
+            known = self._of(parameter)
+            if known is not None and known.source is not None:
+                sent.append((parameter, known))
+        as_it_was = [(p, known) for p, known in sent if _is_untouched(p, known)]
+        flags: list[bool] = []
+        if as_it_was:
+            flags = torch.stack([_has_its_sums(known) for _, known in as_it_was]).tolist()
+        found = {
+            id(parameter): Sent(known.memory, known.wait)
+            for (parameter, known), same in zip(as_it_was, flags, strict=True)
+            if same and known.memory is not None and known.wait is not None
+        }
+        if sent:
+            self._num_useless = 0 if found else self._num_useless + 1
+        for known in filter(None, map(self._of, parameters)):
+            known.num_expected, known.num_arrived = max(1, known.num_arrived), 0
+            known.source = known.wait = known.sums = None
+        return found
+
+    def _of(self, parameter: torch.Tensor) -> _Gradient | None:
+        if parameter not in self._known:
+            return None
+        found: _Gradient = self._known[parameter]
+        return found
+
+
+def sums_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of the columns of a dense tensor's words, row-major, (1024,), int64, on its device."""
+    data = bytes_of(tensor)
+    wide = data.numel() % 4 == 0
+    words = data.view(torch.int32) if wide else data
+    num_whole = words.numel() // _NUM_COLUMNS * _NUM_COLUMNS
+    sums = words[:num_whole].view(-1, _NUM_COLUMNS).sum(0, dtype=torch.int64)
+    rest = words[num_whole:]
+    sums[: rest.numel()] += rest
+    return sums
+
+
+def _is_untouched(parameter: torch.Tensor, known: _Gradient) -> bool:
+    """True as far as torch counts writes."""
+    gradient = parameter.grad
+    return gradient is not None and gradient is known.source and gradient._version == known.version
+
+
+def _has_its_sums(known: _Gradient) -> torch.Tensor:
+    """True, on the device, if the gradient that was sent has the sums that it had then."""
+    assert known.source is not None, "it has been sent"
+    assert known.sums is not None, "before that its sums were taken"
+    return (sums_of(known.source) == known.sums).all()
+
+
+def _hook(early: EarlyGradients, parameter: torch.Tensor) -> RemovableHandle:
+    found = weakref.ref(early)
+
+    def after(owner: torch.Tensor) -> None:
+        alive = found()
+        if alive is not None:
+            alive.arrived(owner)
+
+    # A compiled function of the user may call `backward`.
+    hook = untraced(after)
+    handle: RemovableHandle
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
