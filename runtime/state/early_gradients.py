@@ -52,6 +52,8 @@ class EarlyGradients:
     def __init__(self, pool: PinnedPool, lane: HostLane) -> None:
         self._pool, self._lane = pool, lane
         self._known = WeakIdKeyDictionary()
+        self._under_way: dict[int, torch.Tensor] = {}
+        """Memory by identity, to which a copy may be going although its parameter is gone."""
         self._num_useless = 0
 
     def watch(self, parameters: Iterable[torch.Tensor], chosen: Sequence[torch.Tensor]) -> None:
@@ -73,6 +75,7 @@ class EarlyGradients:
     def close(self) -> None:
         """Send nothing, and need no memory, until `watch` is called again."""
         self._lane.finish()
+        self._under_way.clear()
         for parameter in list(self._known):
             self.forget(parameter)
 
@@ -92,6 +95,7 @@ class EarlyGradients:
         if known.memory is None or known.memory.nbytes != gradient.nbytes:
             return
         known.sums, known.version = sums_of(gradient), gradient._version
+        self._under_way[id(known.memory)] = known.memory
         self._lane.follow()
         known.source, known.wait = gradient, self._lane.out(bytes_of(gradient), known.memory)
 
@@ -113,9 +117,13 @@ class EarlyGradients:
         }
         if sent:
             self._num_useless = 0 if found else self._num_useless + 1
+        num_copied = 0
         for known in filter(None, map(self._of, parameters)):
+            num_copied += self._under_way.pop(id(known.memory), None) is not None
             known.num_expected, known.num_arrived = max(1, known.num_arrived), 0
             known.source = known.wait = known.sums = None
+        if len(found) < num_copied:
+            self._lane.finish()  # nobody waits for the others
         return found
 
     def _of(self, parameter: torch.Tensor) -> _Gradient | None:
