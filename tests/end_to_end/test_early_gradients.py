@@ -58,6 +58,7 @@ def test_the_last_of_several_backwards_counts(monkeypatch: pytest.MonkeyPatch) -
     assert numbers[-2:] == [6, 6], "three values and three gradients"
 
 
+@pytest.mark.slow
 def test_gradients_that_stay_where_they_are() -> None:
     found = check(training(adamw, set_to_none=False))
     assert set(sent(found)[3:]) == {3}
@@ -95,7 +96,11 @@ def _in_another_order(net: nn.Module) -> None:
         parameter.grad = parameter.grad.t().contiguous().t() if parameter.ndim > 1 else None
 
 
-CHANGES = (_quietly_scaled, _through_numpy, _one_element, _in_place, _replaced, _in_another_order)
+LATER = (_through_numpy, _in_place, _in_another_order)
+CHANGES = (
+    *(_quietly_scaled, _one_element, _replaced),
+    *(pytest.param(change, marks=pytest.mark.slow) for change in LATER),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -121,6 +126,7 @@ def test_where_all_is_changed_nothing_is_sent_any_more() -> None:
     assert not list(early._known), "no hook is left"
 
 
+@pytest.mark.slow
 def test_two_optimizers_that_step_in_turns() -> None:
     def program(this: Run) -> None:
         net = model()
@@ -143,6 +149,7 @@ def test_two_optimizers_that_step_in_turns() -> None:
     assert_same(reference, hosted(program, share=0.6))
 
 
+@pytest.mark.slow
 def test_without_room_on_the_host_they_go_with_their_buckets() -> None:
     gradient = 192 * 192 * 4
     slots, state_made_at_once = 4 * 202_000, 2 * 202_000
@@ -151,6 +158,7 @@ def test_without_room_on_the_host_they_go_with_their_buckets() -> None:
     assert sent(found)[-1] == 2, "as many as there was state at once in the first update"
 
 
+@pytest.mark.slow
 def test_loaded_and_detached() -> None:
     known: list[int] = []
 
