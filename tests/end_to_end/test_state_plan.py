@@ -167,6 +167,7 @@ def test_evaluation_between_steps_is_no_part_of_the_plan() -> None:
     assert last.diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_leaves_its_plan_keeps_its_bits() -> None:
     """A gradient is computed twice in one step, and half of the parameters get none in another."""
 

@@ -165,6 +165,7 @@ class Tied(MLP):
         self.layers[-1].weight = self.layers[0].weight
 
 
+@pytest.mark.slow
 def test_tied_weights() -> None:
     check(training(adamw, make_model=Tied))
 
@@ -214,6 +215,7 @@ def test_closure_is_called_once() -> None:
     check(program)
 
 
+@pytest.mark.slow
 def test_hooks_of_the_user_see_a_whole_optimizer() -> None:
     def program(this: Run) -> None:
         net = model()
