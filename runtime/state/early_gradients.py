@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from teraplan.runtime.host_lane import HostLane, Wait
+from teraplan.runtime.host_lane import HostLane
 from teraplan.runtime.host_memory import host_bytes
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.state.host_choice import has_fitting_gradient
@@ -27,6 +27,22 @@ from teraplan.runtime.untraced import untraced
 
 _NUM_COLUMNS = 1024
 _MOST_USELESS_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """A gradient as it was when it was sent."""
+
+    source: torch.Tensor
+    """Its memory lives until the step has looked at it."""
+    version: int
+    """Writes to it, as torch counts them."""
+    sums: torch.Tensor
+    sent: Sent
+
+    def is_of(self, gradient: torch.Tensor | None) -> bool:
+        """True if it is that tensor, untouched as far as torch counts writes."""
+        return gradient is self.source and self.source._version == self.version
 
 
 @dataclass(slots=True, eq=False)
@@ -39,11 +55,7 @@ class _Gradient:
     num_arrived: int = 0
     """Backwards since the last step."""
     num_expected: int = 1
-    source: torch.Tensor | None = None
-    """The gradient that has been sent: its memory lives until the step has looked at it."""
-    wait: Wait | None = None
-    version: int = -1
-    sums: torch.Tensor | None = None
+    copy: _Copy | None = None
 
 
 class EarlyGradients:
@@ -85,7 +97,7 @@ class EarlyGradients:
         if known is None:
             return
         known.num_arrived += 1
-        known.source = known.wait = None
+        known.copy = None
         gradient = parameter.grad
         if known.num_arrived < known.num_expected or not has_fitting_gradient(parameter):
             return
@@ -94,34 +106,31 @@ class EarlyGradients:
             known.memory = host_bytes(self._pool, gradient.nbytes)
         if known.memory is None or known.memory.nbytes != gradient.nbytes:
             return
-        known.sums, known.version = sums_of(gradient), gradient._version
+        sums = sums_of(gradient)
         self._under_way[id(known.memory)] = known.memory
         self._lane.follow()
-        known.source, known.wait = gradient, self._lane.out(bytes_of(gradient), known.memory)
+        sent = Sent(known.memory, self._lane.out(bytes_of(gradient), known.memory))
+        known.copy = _Copy(gradient, gradient._version, sums, sent)
 
     def take(self, parameters: Sequence[torch.Tensor]) -> dict[int, Sent]:
         """The optimizer steps: what the host has of the gradients of `parameters`, by identity."""
-        sent: list[tuple[torch.Tensor, _Gradient]] = []
+        copies: dict[int, _Copy] = {}
+        num_sent = num_copied = 0
         for parameter in parameters:
             known = self._of(parameter)
-            if known is not None and known.source is not None:
-                sent.append((parameter, known))
-        as_it_was = [(p, known) for p, known in sent if _is_untouched(p, known)]
-        flags: list[bool] = []
-        if as_it_was:
-            flags = torch.stack([_has_its_sums(known) for _, known in as_it_was]).tolist()
-        found = {
-            id(parameter): Sent(known.memory, known.wait)
-            for (parameter, known), same in zip(as_it_was, flags, strict=True)
-            if same and known.memory is not None and known.wait is not None
-        }
-        if sent:
-            self._num_useless = 0 if found else self._num_useless + 1
-        num_copied = 0
-        for known in filter(None, map(self._of, parameters)):
+            if known is None:
+                continue
+            copy, known.copy = known.copy, None
+            num_sent += copy is not None
             num_copied += self._under_way.pop(id(known.memory), None) is not None
             known.num_expected, known.num_arrived = max(1, known.num_arrived), 0
-            known.source = known.wait = known.sums = None
+            if copy is not None and copy.is_of(parameter.grad):
+                copies[id(parameter)] = copy
+        same = [(sums_of(copy.source) == copy.sums).all() for copy in copies.values()]
+        flags = torch.stack(same).tolist() if same else []
+        found = {key: copies[key].sent for key, flag in zip(copies, flags, strict=True) if flag}
+        if num_sent:
+            self._num_useless = 0 if found else self._num_useless + 1
         if len(found) < num_copied:
             self._lane.finish()  # nobody waits for the others
         return found
@@ -143,19 +152,6 @@ def sums_of(tensor: torch.Tensor) -> torch.Tensor:
     rest = words[num_whole:]
     sums[: rest.numel()] += rest
     return sums
-
-
-def _is_untouched(parameter: torch.Tensor, known: _Gradient) -> bool:
-    """True as far as torch counts writes."""
-    gradient = parameter.grad
-    return gradient is not None and gradient is known.source and gradient._version == known.version
-
-
-def _has_its_sums(known: _Gradient) -> torch.Tensor:
-    """True, on the device, if the gradient that was sent has the sums that it had then."""
-    assert known.source is not None, "it has been sent"
-    assert known.sums is not None, "before that its sums were taken"
-    return (sums_of(known.source) == known.sums).all()
 
 
 def _hook(early: EarlyGradients, parameter: torch.Tensor) -> RemovableHandle:

@@ -226,9 +226,10 @@ class HostUpdates:
     def _let_go(self, optimizer: Optimizer) -> None:
         """The optimizer's step is its own again."""
         known = self._known.pop(optimizer, None)
-        for handle in known.handles if known is not None else ():
-            handle.remove()
-        self._early.watch(parameters_of(optimizer), ())
+        if known is not None:
+            for handle in known.handles:
+                handle.remove()
+            self._early.watch(parameters_of(optimizer), ())
         self.placement.let_go(optimizer)
 
     def _tidy(self, optimizer: Optimizer) -> None:
@@ -280,8 +281,9 @@ class HostUpdates:
 
     def _watch(self, optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> None:
         """Let gradients come early, but not where state that is still to be made needs the room."""
-        may = self._device.has_host_beside and not host_choice.missing_bytes(optimizer)
-        self._early.watch(parameters_of(optimizer), chosen if may else ())
+        if self._device.has_host_beside:
+            may = not host_choice.missing_bytes(optimizer)
+            self._early.watch(parameters_of(optimizer), chosen if may else ())
 
     def _place(self, optimizer: Optimizer, share: float) -> None:
         if not self.placement.is_placed(optimizer, share):
