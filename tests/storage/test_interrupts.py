@@ -55,7 +55,12 @@ class _Interrupt:
 
 
 def _lets_none_in(frame: FrameType) -> bool:
-    """Signals come after calls, not at `try` or before a `with` exits, which are lines, too."""
+    """Signals come after calls, not at `try` or before a `with` exits, which are lines, too.
+
+    What is raised in `__del__` Python ignores, and goes on with a trace function that is gone.
+    """
+    if frame.f_code.co_name == "__del__":
+        return True
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return line.lstrip().startswith(("with ", "try:"))
 
