@@ -31,7 +31,13 @@ from teraplan.runtime.state.gradient_rehearsal import (
     is_given_more,
 )
 from teraplan.runtime.state.sliced_update import step_in_slices
-from teraplan.runtime.state.stand_in import Values, equal, stand_in, values_beside_state
+from teraplan.runtime.state.stand_in import (
+    Values,
+    equal,
+    share_state,
+    stand_in,
+    values_beside_state,
+)
 from teraplan.runtime.state.step_hooks import parameters_of
 from teraplan.runtime.state.taken_gradient import TakenGradient
 from teraplan.runtime.state.training_state import TrainingState
@@ -307,7 +313,10 @@ class GradientUpdates:
                 self._state.using(tensors_of(made, [parameter]), writes=True),
                 torch.autocast(device_type="cpu", enabled=False),
             ):
-                step_in_slices(made, (), {})
+                try:
+                    step_in_slices(made, (), {})
+                finally:
+                    share_state(made)
                 state = StateBits.of(optimizer.state.get(parameter, {}))
                 update.left = Bits.of(parameter), state
         finally:
@@ -319,8 +328,8 @@ class GradientUpdates:
         if not same or not torch.equal(random, torch.get_rng_state()):
             raise UnsupportedError(
                 f"{watch.name} does not update each parameter by itself: it draws random numbers, "
-                "or what it keeps in param_groups or in attributes of its own depends on all of "
-                'them; set update to "step"'
+                "or what it keeps in param_groups, in attributes of its own or in state under a "
+                'name depends on all of them; set update to "step"'
             )
         watch.left = left
 

@@ -6,7 +6,6 @@ One parameter's update is enough: the update is bound by memory, and every byte 
 import copy
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,7 +111,7 @@ def _copied(optimizer: Optimizer, parameter: torch.Tensor, place: torch.device) 
     (group,) = [group for group in made.param_groups if group["params"]]
     twin = torch.nn.Parameter(parameter.detach().to(place, copy=True))
     twin.grad = parameter.grad.detach().to(place, copy=True)
-    made.state = defaultdict(dict)
+    made.state.pop(parameter, None)
     made.state[twin] = {
         name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
         for name, value in optimizer.state[parameter].items()

@@ -9,7 +9,6 @@ the bucket's parameters. It runs in any thread, beside the device's part of the 
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -169,7 +168,6 @@ class HostStep:
         made = stand_in(self._optimizer, frozenset())
         values_to_host(made)
         by_parameter = {id(twin.parameter): twin.tensor for twin in twins}
-        made.state = defaultdict(dict)
         for group, theirs in zip(made.param_groups, self._optimizer.param_groups, strict=True):
             found = [p for p in theirs["params"] if id(p) in by_parameter]
             group["params"] = [by_parameter[id(p)] for p in found]

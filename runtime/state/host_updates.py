@@ -45,7 +45,7 @@ from teraplan.runtime.state.per_parameter import (
 from teraplan.runtime.state.stand_in import (
     equal,
     keeps_tensors_beside_state,
-    own_state,
+    share_state,
     stand_in,
     take_over,
     values_beside_state,
@@ -256,7 +256,7 @@ class HostUpdates:
         why = ""
         if keeps_tensors_beside_state(optimizer):
             why = "keeps tensors in containers beside its state"
-        elif not updates_each_by_itself(optimizer, args, kwargs):
+        elif not updates_each_by_itself(optimizer, args, kwargs, remedy=_REMEDY):
             raise UnsupportedError(_not_by_itself(optimizer))
         elif draws_random_numbers(optimizer, args, kwargs):
             why = "draws random numbers, which the host would draw in another order"
@@ -351,8 +351,11 @@ class HostUpdates:
     def _update_here(self, known: Known, left: Optimizer, bucket: set[int], step: HostStep) -> None:
         """The update on the device, at the same time as that of `step`."""
         if bucket:
-            with own_state(stand_in(left, bucket)) as made:  # all of `state` is not for it to see
+            made = stand_in(left, bucket)
+            try:
                 plain_step(made)(made, *step.args, **step.kwargs)
+            finally:
+                share_state(made)
             known.values.append(values_beside_state(made))
 
     def _join(self, step: HostStep) -> None:

@@ -23,7 +23,14 @@ from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.host_state import is_updated_on_host
 from teraplan.runtime.state.per_parameter import updates_each_by_itself
 from teraplan.runtime.state.sliced_update import Cut, cut_up, step_in_slices
-from teraplan.runtime.state.stand_in import Values, equal, stand_in, take_over, values_beside_state
+from teraplan.runtime.state.stand_in import (
+    Values,
+    equal,
+    share_state,
+    stand_in,
+    take_over,
+    values_beside_state,
+)
 from teraplan.runtime.state.step_hooks import (
     called_once,
     calling,
@@ -221,7 +228,7 @@ class OptimizerSteps:
     def _try(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if optimizer in self._tried:
             return
-        if not updates_each_by_itself(optimizer, args, kwargs):
+        if not updates_each_by_itself(optimizer, args, kwargs, remedy=attachment.REMEDY):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} does not update each parameter by itself: with other "
                 "parameters beside it, the same one with the same gradient becomes another, and "
@@ -238,7 +245,16 @@ class OptimizerSteps:
     ) -> None:
         for bucket in buckets:
             made = self._bring(step, bucket)
-            step_in_slices(made, args, kwargs)
+            try:
+                step_in_slices(made, args, kwargs)
+            except Exception as error:
+                error.add_note(
+                    f"teraplan runs the step of {type(made).__name__} for some parameters at a "
+                    f"time; if it needs all of them at once, {attachment.REMEDY}"
+                )
+                raise
+            finally:
+                share_state(made)
             step.using.close()
             self._adopt(made, parameters_of(made))
             self._state.end_expecting()
@@ -250,7 +266,8 @@ class OptimizerSteps:
         if step.values is not None and not equal(step.values, values):
             raise UnsupportedError(
                 f"{type(made).__name__} does not update each parameter by itself: what it keeps in "
-                "param_groups or in attributes of its own depends on all of them; "
+                "param_groups, in attributes of its own or in state under a name depends on all of "
+                "them; "
                 f"{attachment.REMEDY}"
             )
         step.values = values

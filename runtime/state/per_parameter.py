@@ -8,12 +8,12 @@ go by a parameter's place among the others; nothing in them says so.
 """
 
 import copy
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from teraplan.errors import UnsupportedError
 from teraplan.runtime.state.stand_in import (
     has_tensors_in_containers,
     stand_in,
@@ -28,12 +28,16 @@ _TRIED_ON = "cpu"
 
 
 def updates_each_by_itself(
-    optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]
+    optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any], *, remedy: str
 ) -> bool:
     """False if the update of one parameter depends on another; needs the memory of two small ones.
 
     True without a trial where there is nothing to try: one parameter, an optimizer of torch, or one
     that knows its parameters by their identities.
+
+    Raises:
+        UnsupportedError: the step fails where others of its parameters are missing; it says what
+            `remedy` says.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
         return True
@@ -51,6 +55,11 @@ def updates_each_by_itself(
         # Random numbers are drawn in the order of the parameters: a has to stay the first.
         order = [a, b] if draws else [b, a]
         return alone == _updated(optimizer, number, order, a, args, kwargs)
+    except Exception as error:
+        raise UnsupportedError(
+            f"the step of {type(optimizer).__name__} fails for one or two of its parameters alone "
+            f"({type(error).__name__}: {error}), so it cannot run in parts; {remedy}"
+        ) from error
     finally:
         torch.set_rng_state(random)
 
@@ -94,7 +103,6 @@ def _updated(
     The state tells more: where an update is a gradient's sign, a norm does not show in it.
     """
     made = stand_in(optimizer, frozenset())
-    made.state = defaultdict(dict)
     twins = {parameter: _twin(parameter) for parameter in parameters}
     for parameter, twin in twins.items():
         assert parameter.grad is not None

@@ -22,7 +22,7 @@ import torch
 
 from teraplan.runtime.state.host_twins import is_dense
 from teraplan.runtime.state.per_parameter import plain_step
-from teraplan.runtime.state.stand_in import stand_in, take_over
+from teraplan.runtime.state.stand_in import stand_in, take_values_over
 from teraplan.runtime.state.update_needs import missing_bytes
 from teraplan.units import KIB
 
@@ -68,8 +68,7 @@ class Cut:
     def join(self) -> None:
         """After the step: let the whole one have all that it has changed."""
         state, of_slices = self.whole.state, self.optimizer.state
-        take_over(self.whole, self.optimizer)
-        self.whole.state = state
+        take_values_over(self.whole, self.optimizer)
         for parameter in self.uncut:
             if parameter in of_slices:
                 state[parameter] = of_slices[parameter]

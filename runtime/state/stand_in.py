@@ -1,18 +1,19 @@
 """An optimizer with some of another one's parameters, for the step of one bucket.
 
-    theirs    param_groups [{params: p0 p1 p2, lr}]    state    numbers, tensors
-    stand-in  param_groups [{params:    p1,    lr}]    the same    copies
+    theirs    param_groups [{params: p0 p1 p2, lr}]    state {p0: p1: p2:}    numbers, tensors
+    stand-in  param_groups [{params:    p1,    lr}]    state {    p1:    }    copies
 
-The user's own object is whole at any time, whatever a step raises. What a step writes beside
-`state` (a counter, say) is taken over once, when all buckets are done: each begins with what there
-was before the first.
+The user's own object is whole at any time, whatever a step raises. What belongs to no parameter (a
+counter, say, in an attribute, in a group, or in `state` under a name) is taken over once, when all
+buckets are done: each begins with what there was before the first.
 """
 
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set
-from contextlib import contextmanager
-from typing import Any
+from itertools import takewhile
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +23,8 @@ Values = list[dict[str, object]]
 _SHARED = ("state", "param_groups", "defaults")
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
-_stand_ins: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_stand_ins: "weakref.WeakKeyDictionary[Optimizer, Optimizer]" = weakref.WeakKeyDictionary()
+"""Each with the optimizer that it stands in for."""
 
 
 def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
@@ -35,25 +37,22 @@ def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
         | {"params": [p for p in group["params"] if id(p) in bucket]}
         for group in optimizer.param_groups
     ]
-    _stand_ins.add(made)
+    made.state = defaultdict(dict, _copies_of(_loose(optimizer)))
+    made.state.update((p, optimizer.state[p]) for p in _parameters(made) if p in optimizer.state)
+    _stand_ins[made] = optimizer
     return made
 
 
-@contextmanager
-def own_state(made: Optimizer) -> Iterator[Optimizer]:
-    """Within it a stand-in has the state of its own parameters alone, which stays the user's.
-
-    For a step that runs beside another thread's: one that goes through all of `state` would change
-    what the other works on.
-    """
-    everything = made.state
-    own = (p for group in made.param_groups for p in group["params"] if p in everything)
-    made.state = defaultdict(dict, ((p, everything[p]) for p in own))
-    try:
-        yield made
-    finally:
-        everything.update(made.state)
-        made.state = everything
+def share_state(made: Optimizer) -> None:
+    """Let whatever `made` stands in for have the state that its step has made of its parameters."""
+    optimizer = _stand_ins.get(made)
+    while optimizer is not None:
+        for parameter in _parameters(made):
+            if parameter in made.state:
+                optimizer.state[parameter] = made.state[parameter]
+            else:
+                optimizer.state.pop(parameter, None)
+        optimizer = _stand_ins.get(optimizer)
 
 
 def is_stand_in(optimizer: Optimizer) -> bool:
@@ -62,15 +61,22 @@ def is_stand_in(optimizer: Optimizer) -> bool:
 
 
 def values_beside_state(optimizer: Optimizer) -> Values:
-    """What a step may write beside `state`: attributes, then groups; tensors are copied."""
-    found = [_attributes(optimizer)]
+    """What a step may write that is no parameter's, copied.
+
+    Attributes, what is in `state` under a name, and then what is in each group.
+    """
+    found = [{name: _copied(value) for name, value in _attributes(optimizer).items()}]
+    found.append(_copies_of(_loose(optimizer)))
     for group in optimizer.param_groups:
-        found.append({name: value for name, value in group.items() if name != "params"})
-    return [{name: _copied(value) for name, value in values.items()} for values in found]
+        found.append({name: _copied(value) for name, value in group.items() if name != "params"})
+    return found
 
 
 def equal(first: Values, second: Values) -> bool:
-    """True if all numbers, texts and tensors are equal; what else there is does not count."""
+    """True if all numbers, texts and tensors are equal, within lists and dicts, too.
+
+    What else there is does not count.
+    """
     return all(
         a.keys() == b.keys() and all(_is_equal(a[name], b[name]) for name in a)
         for a, b in zip(first, second, strict=True)
@@ -79,16 +85,30 @@ def equal(first: Values, second: Values) -> bool:
 
 def take_over(optimizer: Optimizer, made: Optimizer) -> None:
     """Let `optimizer` have what the step of `made` has written; tensors are written in place."""
+    share_state(made)
+    take_values_over(optimizer, made)
+    loose, found = _loose(optimizer), _loose(made)
+    if not loose and not found:
+        return
+    state = _of_all(optimizer)
+    _write(state, found, state.keys() - loose.keys())
+    first = list(takewhile(found.__contains__, made.state))
+    if not loose.keys() >= set(first):  # as the plain step would have made them
+        ordered = {key: state[key] for key in first} | state
+        optimizer.state = defaultdict(dict, ordered)
+
+
+def take_values_over(optimizer: Optimizer, made: Optimizer) -> None:
+    """The same of attributes and groups alone."""
     shared = {*_SHARED, *(name for name in vars(optimizer) if name.startswith("_optimizer_"))}
     _write(vars(optimizer), vars(made), shared)
-    optimizer.state = made.state
     for group, values in zip(optimizer.param_groups, made.param_groups, strict=True):
         _write(group, values, {"params"})
 
 
 def values_to_host(made: Optimizer) -> None:
-    """Let what a stand-in has beside parameters and `state` be in host memory."""
-    for values in (vars(made), *made.param_groups):
+    """Let what a stand-in has beside parameters and their state be in host memory."""
+    for values in (vars(made), _of_all(made), *made.param_groups):
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and not value.is_cpu:
                 values[name] = value.cpu()
@@ -112,7 +132,7 @@ def _contains_tensors(value: object) -> bool:
     return any(isinstance(item, torch.Tensor) or _contains_tensors(item) for item in inner)
 
 
-def _write(target: dict[str, Any], source: dict[str, Any], left_out: Set[str]) -> None:
+def _write(target: dict[Any, Any], source: dict[Any, Any], left_out: Set[Any]) -> None:
     for name in target.keys() - source.keys() - left_out:
         del target[name]
     for name, value in source.items():
@@ -137,6 +157,26 @@ def _attributes(optimizer: Optimizer) -> dict[str, object]:
     }
 
 
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _loose(optimizer: Optimizer) -> dict[Any, object]:
+    """What is in `state` and no parameter's."""
+    state = _of_all(optimizer)
+    return {k: value for k, value in state.items() if not isinstance(k, torch.Tensor)}
+
+
+def _of_all(optimizer: Optimizer) -> dict[Any, Any]:
+    """Its `state`, which torch takes for one of parameters alone."""
+    return cast("dict[Any, Any]", optimizer.state)
+
+
+def _copies_of(loose: dict[Any, object]) -> dict[Any, object]:
+    """With all that is in containers, too: nothing in there is one parameter's own."""
+    return {name: copy.deepcopy(value) for name, value in loose.items()}
+
+
 def _copied(value: object) -> object:
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         return value.detach().clone()
@@ -159,8 +199,16 @@ def _items(container: "Collection[object]") -> Iterator[object]:
 
 
 def _is_equal(first: object, second: object) -> bool:
+    if first is second:
+        return True
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return torch.equal(first.cpu(), second.cpu())
+    if isinstance(first, dict) and isinstance(second, dict):
+        same = first.keys() == second.keys()
+        return same and all(_is_equal(first[name], second[name]) for name in first)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        same = len(first) == len(second)
+        return same and all(map(_is_equal, first, second))
     if _is_plain(first) and _is_plain(second):
         return bool(first == second) or bool(first != first and second != second)
     return _is_plain(first) == _is_plain(second)

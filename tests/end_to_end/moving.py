@@ -36,7 +36,8 @@ def moving() -> TrainingState:
 
 
 def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    values = [v for state in optimizer.state.values() for v in state.values()]
+    of_parameters = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    values = [v for state in of_parameters for v in state.values()]
     return [v for v in values if isinstance(v, Tensor)]
 
 

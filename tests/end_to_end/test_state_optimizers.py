@@ -1,7 +1,7 @@
 """Optimizers whose parameters and state move: attached, detached, by third parties, refused."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -50,7 +50,10 @@ def test_a_third_party_optimizer() -> None:
 
 
 class Counting(Lion):
-    """Keeps the number of its steps beside `state`: as a number, as a tensor, and in the group."""
+    """Keeps the number of its steps: in attributes, in the group, and in `state` under names.
+
+    MADGRAD (arXiv 2101.11075) as its authors wrote it does the last.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
@@ -62,8 +65,11 @@ class Counting(Lion):
         self.tensor += 1
         self.log.append(self.count)
         self.param_groups[0]["steps"] += 1
+        loose = cast("dict[Any, Any]", self.state)
+        loose.setdefault("k", torch.zeros(1, dtype=torch.long)).add_(1)
+        loose.setdefault("of all", {"steps": torch.zeros(())})["steps"] += 1
         for group in self.param_groups:
-            group["lr"] = 1e-3 / self.count
+            group["lr"] = 1e-3 / (self.count + int(loose["k"]))
         super().step()
 
 
@@ -79,6 +85,9 @@ def test_what_an_optimizer_counts_is_counted_once_in_a_step() -> None:
     optimizer = made[-1]
     assert optimizer.count == optimizer.tensor == optimizer.param_groups[0]["steps"] == STEPS
     assert optimizer.log == list(range(STEPS + 1))
+    loose = cast("dict[Any, Any]", optimizer.state)
+    assert loose["k"].tolist() == [STEPS]
+    assert loose["of all"]["steps"] == STEPS
 
 
 class Noisy(Lion):
@@ -137,6 +146,37 @@ class Clipping(Lion):
 def test_one_that_looks_at_all_gradients_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"Clipping does not update each .* teraplan.detach"):
         run_moving(training(Clipping))
+
+
+class InPairs(Lion):
+    """Needs its parameters two by two, as some for LoRA's factors do."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for _ in zip(group["params"][::2], group["params"][1::2], strict=True):
+                pass
+        super().step()
+
+
+def test_one_whose_step_fails_for_some_parameters_alone_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"InPairs fails for one .* shorter .*detach"):
+        run_moving(training(InPairs))
+
+
+class WithAll(Lion):
+    """Fails without the others where a large parameter is among those that it has."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        if len(parameters) < 4 and any(p.ndim > 1 for p in parameters):
+            raise ValueError("all or nothing")
+
+
+def test_one_whose_step_fails_in_a_bucket_is_told_what_a_bucket_is() -> None:
+    with pytest.raises(ValueError, match="all or nothing") as raised:
+        run_moving(training(WithAll))
+    assert any("some parameters at a time" in note for note in raised.value.__notes__)
 
 
 class SharedStep(torch.optim.SGD):
