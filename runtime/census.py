@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterable, Iterator
+from itertools import compress
 from typing import TypeVar, cast
 
 import torch
@@ -17,7 +18,7 @@ def storages(device_type: str) -> list[torch.UntypedStorage]:
     garbage collector tracks: about 0.1 s in a process that has compiled.
     """
     found: dict[int, torch.UntypedStorage] = {}
-    for tensor in _tensors(gc.get_objects()):
+    for tensor in _tensors():
         for candidate in (tensor, tensor.grad if tensor.is_leaf else None):
             if candidate is not None and candidate.device.type == device_type:
                 storage = _memory_of(candidate)
@@ -50,16 +51,15 @@ def missing_nbytes(device_type: str, *, below: int | None = None) -> tuple[int, 
         device_type: where.
         below: count smaller parameters alone.
     """
-    objects = gc.get_objects()
 
     def counts(parameter: torch.Tensor) -> bool:
         wanted = parameter.requires_grad and parameter.device.type == device_type
         return wanted and (below is None or parameter.nbytes < below)
 
-    optimizers_here = _instances(objects, torch.optim.Optimizer)
+    optimizers_here = optimizers()
     parameters = {id(p): p for o in optimizers_here for g in o.param_groups for p in g["params"]}
     if not optimizers_here:  # there will be one
-        found = (t for t in _tensors(objects) if isinstance(t, torch.nn.Parameter))
+        found = (t for t in _tensors() if isinstance(t, torch.nn.Parameter))
         parameters = {id(p): p for p in found}
     gradients = sum(p.nbytes for p in parameters.values() if counts(p) and p.grad is None)
     states = sum(
@@ -90,12 +90,12 @@ _STATES_PER_PARAMETER = {
 
 def optimizers() -> list[torch.optim.Optimizer]:
     """Every optimizer of this process. Walks all objects, as `storages` does."""
-    return _instances(gc.get_objects(), torch.optim.Optimizer)
+    return _instances(torch.optim.Optimizer)
 
 
 def gradient_scalers() -> list[torch.amp.GradScaler]:
     """Every GradScaler of this process. Walks all objects, too."""
-    return _instances(gc.get_objects(), torch.amp.GradScaler)
+    return _instances(torch.amp.GradScaler)
 
 
 def states_to_come(
@@ -113,18 +113,29 @@ def states_to_come(
                 yield parameter, count
 
 
-def _instances(objects: Iterable[object], kind: type[_T]) -> list[_T]:
-    # type(), not isinstance(): some tracked objects answer __class__ with surprises
-    return [cast("_T", item) for item in objects if issubclass(type(item), kind)]
+def _instances(*kinds: type[_T]) -> list[_T]:
+    """All objects of these classes and their subclasses that the garbage collector tracks.
+
+    By identities of classes: some tracked objects answer `__class__` with surprises, and some
+    classes have no hash.
+    """
+    wanted = {id(kind) for kind in _with_subclasses(kinds)}
+    objects = gc.get_objects()
+    found = compress(objects, map(wanted.__contains__, map(id, map(type, objects))))
+    return cast("list[_T]", list(found))
 
 
-def _tensors(objects: Iterable[object]) -> list[torch.Tensor]:
-    found = []
-    for item in objects:
-        kind = type(item)
-        if not issubclass(kind, torch.Tensor) or issubclass(kind, FakeTensor):
-            continue
-        tensor = cast("torch.Tensor", item)
-        if tensor.layout == torch.strided and tensor.device.type != "meta":
-            found.append(tensor)
-    return found
+def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
+    for kind in kinds:
+        yield kind
+        yield from _with_subclasses(type.__subclasses__(kind))
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [
+        tensor
+        for tensor in _instances(torch.Tensor)
+        if not issubclass(type(tensor), FakeTensor)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+    ]
