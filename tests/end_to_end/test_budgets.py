@@ -100,6 +100,7 @@ def check_all(program: Program, fractions: tuple[float, ...], **options: object)
     assert not moved[-1]
 
 
+@pytest.mark.slow
 def test_all_budgets_from_the_least_on_work() -> None:
     check_all(training_gpt(6), (0, 0.45, 1.1))
 

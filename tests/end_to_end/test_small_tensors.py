@@ -105,7 +105,8 @@ class Mixed(nn.Module):
         return (torch.randn(96, 160, generator=torch.Generator().manual_seed(step)),)
 
 
-@pytest.mark.parametrize("nbytes", [256 * KIB, pytest.param(512 * KIB, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nbytes", [256 * KIB, 512 * KIB])
 def test_small_ones_beside_large_ones(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "chunk_nbytes", lambda *_: nbytes)
     make: Callable[[], MLP] = Mixed  # type: ignore[assignment]

@@ -55,7 +55,8 @@ def test_averaged_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(map(float, averages))) == STEPS
 
 
-@pytest.mark.parametrize("step", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 4])
 def test_memory_taken_between_steps_is_not_theirs(step: int) -> None:
     """A checkpoint or an evaluation after the measured step, or after one under a plan."""
 

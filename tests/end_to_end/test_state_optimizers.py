@@ -44,6 +44,7 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(p.grad, 1 - second)
 
 
+@pytest.mark.slow
 def test_a_third_party_optimizer() -> None:
     state = check(training(Lion), budget=LESS)
     assert any("momentum" in block.label for block in state.arena.blocks)

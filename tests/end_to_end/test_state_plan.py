@@ -62,6 +62,7 @@ def test_one_plan_for_all_classes_of_tensors() -> None:
     assert last.diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_waits_are_told_apart_from_computation() -> None:
     run_moving(training(adamw))
     case, plan = planned_case()

@@ -41,8 +41,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
 }
 
 
-QUICK = ("AdamW", "SGD momentum")
-NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+NAMES = [n if n == "AdamW" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,6 +62,7 @@ def test_accumulation(set_to_none: bool) -> None:
     check(training(adamw, accumulate=4, set_to_none=set_to_none))
 
 
+@pytest.mark.slow
 def test_clipping_as_torch_does_it() -> None:
     check(training(adamw, clip=1e-3))
 

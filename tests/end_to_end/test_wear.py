@@ -21,6 +21,7 @@ def test_the_status_shows_what_was_written_and_the_share_of_the_endurance() -> N
     assert "endurance used by this run" in str(limited.statuses[-1])
 
 
+@pytest.mark.slow
 def test_what_moving_training_state_writes_counts_too() -> None:
     last = run_moving(moving_training(adamw), endurance="1GB").statuses[-1]
     written, (store,) = moving().arena.log.written_bytes, last.stores

@@ -29,7 +29,7 @@ from tests.planning.synthetic import budgets, machine, plan_of
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.updating import layers_step, updating_machines, updating_steps
 
-quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 W, G, M = range(3)
 
@@ -337,6 +337,7 @@ def test_updates_stay_on_the_device_where_the_host_has_no_room_or_a_rule_says_so
     assert "layers.3.weight.exp_avg" not in names
 
 
+@pytest.mark.slow
 def test_a_candidate_with_host_updates_counts_where_there_are_cores() -> None:
     trace, hardware, limit = under_pressure()
     ours = planned()

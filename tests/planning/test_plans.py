@@ -26,7 +26,7 @@ from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.traces import machines, traces
 
-quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def between(trace: StepTrace, part: float) -> int:
@@ -49,6 +49,7 @@ def test_least_budget_is_exact(trace: StepTrace, hardware: Hardware) -> None:
     assert caught.value.least_budget_bytes == least
 
 
+@pytest.mark.slow
 @quick
 @given(trace=traces(max_tensors=4, persistent=False), part=st.floats(0, 1))
 def test_moves_no_more_than_twice_the_least(trace: StepTrace, part: float) -> None:

@@ -30,7 +30,7 @@ from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_simulate import step
 from tests.planning.traces import machines, traces
 
-quick = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def between(trace: StepTrace, part: float) -> int:
@@ -204,7 +204,7 @@ def planned_within_what_errors_name(
     return planned_within_what_errors_name(trace, hardware, enough, policy, errors - 1)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     trace=traces(),
     hardware=machines(),
