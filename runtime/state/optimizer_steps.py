@@ -267,8 +267,7 @@ class OptimizerSteps:
             raise UnsupportedError(
                 f"{type(made).__name__} does not update each parameter by itself: what it keeps in "
                 "param_groups, in attributes of its own or in state under a name depends on all of "
-                "them; "
-                f"{attachment.REMEDY}"
+                f"them; {attachment.REMEDY}"
             )
         step.values = values
 

@@ -174,7 +174,14 @@ def _of_all(optimizer: Optimizer) -> dict[Any, Any]:
 
 def _copies_of(loose: dict[Any, object]) -> dict[Any, object]:
     """With all that is in containers, too: nothing in there is one parameter's own."""
-    return {name: copy.deepcopy(value) for name, value in loose.items()}
+    return {name: _deep_copied(value) for name, value in loose.items()}
+
+
+def _deep_copied(value: object) -> object:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001  a handle of something, which has no number in it
+        return value
 
 
 def _copied(value: object) -> object:
