@@ -122,7 +122,7 @@ def test_huggingface_t5() -> None:
         )  # fmt: skip
         return _WithLabels(T5ForConditionalGeneration(config))
 
-    check(_twenty(make, lambda step: (_tokens(step, (8, 48)),), loss_of=_loss_of), *BUDGETS)
+    check(_twenty(make, lambda step: (_tokens(step, (8, 48)),), loss_of=_loss_of), *FEWER)
 
 
 @pytest.mark.slow

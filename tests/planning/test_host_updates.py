@@ -29,7 +29,7 @@ from tests.planning.synthetic import budgets, machine, plan_of
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.updating import layers_step, updating_machines, updating_steps
 
-quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 W, G, M = range(3)
 

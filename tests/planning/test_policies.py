@@ -204,7 +204,7 @@ def planned_within_what_errors_name(
     return planned_within_what_errors_name(trace, hardware, enough, policy, errors - 1)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     trace=traces(),
     hardware=machines(),

@@ -32,7 +32,7 @@ def relaxed(problem: Problem, *, checkpoints: int = 24, whole: bool = False) -> 
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trace=traces(), hardware=machines(), part=st.floats(0, 1), host=st.integers(0, 300))
 def test_no_plan_is_faster(trace: StepTrace, hardware: Hardware, part: float, host: int) -> None:
     least, most = least_budget(trace).nbytes, peak(device_curve(trace))
