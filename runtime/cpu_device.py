@@ -29,7 +29,7 @@ _RESERVED_FRACTION = 0.9
 
 _HEAP = "tensors have their memory from the C library's heap, which keeps much of what is freed: {}"
 _WORTH_HUGE_PAGES_BYTES = 128 << 20
-"""With so much in it the heap lies on huge pages. Where it has holes they take 15 MiB more."""
+"""With so many tensors the heap lies on huge pages. Where it has holes they take 15 MiB more."""
 _YOUNG = 1
 """The generations of garbage that are new: looking through all takes 0.1 to 0.3 s once there are
 compiled graphs, and finds nothing since memory was measured."""
@@ -191,8 +191,8 @@ class CpuDevice(Device):
         gc.collect()
         self._trim_exactly()  # what is free now may go while the step is measured
         ranges = [(s.data_ptr(), s.nbytes()) for s in census.storages("cpu")]
-        part = sum(nbytes for _, nbytes in ranges) // _PART_THAT_MAY_BE_FREE
-        self._bearable_free_bytes = min(MEASURED_WITHIN_BYTES, part)
+        nbytes = sum(nbytes for _, nbytes in ranges) - self.host_pool.mapped_bytes
+        self._bearable_free_bytes = min(MEASURED_WITHIN_BYTES, nbytes // _PART_THAT_MAY_BE_FREE)
         use_small_pages(*process_memory.heap_range())
         use_huge_pages(ranges)
         self._exact = True
@@ -328,7 +328,7 @@ class CpuDevice(Device):
         return self.resident_bytes() - self._malloc.in_use_bytes() - self.pool.in_use_bytes
 
     def _put_heap_on_huge_pages(self) -> None:
-        if self._malloc.in_use_bytes() >= _WORTH_HUGE_PAGES_BYTES:
+        if census.tensor_nbytes("cpu") >= _WORTH_HUGE_PAGES_BYTES:
             use_huge_pages([process_memory.heap_range()])
         self._malloc.trim()  # to count all tensors takes 8 bytes for each object of the process
 
