@@ -17,6 +17,11 @@ def why_no_gpu() -> str:
     return ""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test comes first: at the end one process would be alone with it."""
+    items.sort(key=lambda item: "test_demo" not in item.nodeid)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips a test marked `gpu` where there is none."""
     if item.get_closest_marker("gpu") and why_no_gpu():

@@ -101,16 +101,11 @@ def check_all(program: Program, fractions: tuple[float, ...], **options: object)
 
 
 @pytest.mark.slow
-def test_all_budgets_from_the_least_on_work() -> None:
-    check_all(training_gpt(6), (0, 0.45, 1.1))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "fractions"),
     [
         ("aot_eager", (0, 0.1, 0.4, 0.7, 1.1)),
-        ("inductor", (0, 0.4, 1.1)),
+        ("inductor", (0, 0.4)),
     ],
 )
 def test_a_sweep_of_budgets(kernels: str, fractions: tuple[float, ...]) -> None:

@@ -75,6 +75,7 @@ def test_waits_are_told_apart_from_computation() -> None:
     assert sum(case.last.durations_ns()) <= case.last.total_ns()
 
 
+@pytest.mark.slow
 def test_a_parameter_is_used_in_the_graphs_and_changed_in_its_update() -> None:
     run_moving(training(adamw))
     _, plan = planned_case()

@@ -26,7 +26,7 @@ from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.traces import machines, traces
 
-quick = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def between(trace: StepTrace, part: float) -> int:

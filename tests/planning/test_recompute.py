@@ -281,7 +281,7 @@ def traces_with_recipes(draw: st.DrawFn) -> StepTrace:
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(trace=traces_with_recipes(), part=st.floats(0.2, 1.0), speed=st.integers(4, 10))
 def test_plans_hold_and_are_never_slower(trace: StepTrace, part: float, speed: int) -> None:
     budgets = replace(half(trace), device_bytes=int(peak(device_curve(trace)) * part))

@@ -42,6 +42,7 @@ def test_no_plan_is_faster(trace: StepTrace, hardware: Hardware, part: float, ho
         assert bound_ns <= make_plan(trace, hardware, limit, policy).prediction.step_ns
 
 
+@pytest.mark.slow
 def test_whole_tensors_give_nearly_the_optimum() -> None:
     """A mixed-integer program against all plans: two oracles that share only the trace."""
     above: list[float] = []

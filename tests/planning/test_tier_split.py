@@ -34,7 +34,7 @@ from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.traces import grown, machines, traces
 from tests.planning.updating import layers_step
 
-quick = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 H, S = Tier.HOST, Tier.STORAGE
 
 
