@@ -105,7 +105,7 @@ def check_all(program: Program, fractions: tuple[float, ...], **options: object)
     ("kernels", "fractions"),
     [
         ("aot_eager", (0, 0.1, 0.4, 0.7, 1.1)),
-        ("inductor", (0, 0.4)),
+        ("inductor", (0, 0.4, 1.1)),
     ],
 )
 def test_a_sweep_of_budgets(kernels: str, fractions: tuple[float, ...]) -> None:
