@@ -1,7 +1,7 @@
 """Which tensors a process holds: the state of training, counted once per profile."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import compress
 from typing import TypeVar, cast
 
@@ -113,22 +113,23 @@ def states_to_come(
                 yield parameter, count
 
 
-def _instances(*kinds: type[_T]) -> list[_T]:
-    """All objects of these classes and their subclasses that the garbage collector tracks.
+def _instances(kind: type[_T]) -> list[_T]:
+    """All objects of this class and its subclasses that the garbage collector tracks.
 
     By identities of classes: some tracked objects answer `__class__` with surprises, and some
     classes have no hash.
     """
-    wanted = {id(kind) for kind in _with_subclasses(kinds)}
+    wanted = set(map(id, _with_subclasses(kind)))
     objects = gc.get_objects()
     found = compress(objects, map(wanted.__contains__, map(id, map(type, objects))))
     return cast("list[_T]", list(found))
 
 
-def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
-    for kind in kinds:
-        yield kind
-        yield from _with_subclasses(type.__subclasses__(kind))
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    below: list[type] = type.__subclasses__(kind)
+    for one in below:
+        yield from _with_subclasses(one)
 
 
 def _tensors() -> list[torch.Tensor]:

@@ -34,11 +34,11 @@ from teraplan.runtime.state.sliced_update import step_in_slices
 from teraplan.runtime.state.stand_in import (
     Values,
     equal,
+    parameters_of,
     share_state,
     stand_in,
     values_beside_state,
 )
-from teraplan.runtime.state.step_hooks import parameters_of
 from teraplan.runtime.state.taken_gradient import TakenGradient
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.state.update_needs import TEMPORARIES, tensors_of

@@ -15,7 +15,7 @@ from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.census import STATES_OF_UNKNOWN, states_to_come
 from teraplan.runtime.pinned_pool import PAGE_BYTES
 from teraplan.runtime.state.host_twins import ALIGNMENT, is_dense
-from teraplan.runtime.state.step_hooks import parameters_of
+from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.units import MIB
 
 BUCKET_BYTES = 32 * MIB

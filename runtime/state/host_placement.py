@@ -15,7 +15,7 @@ from teraplan.runtime.host_lane import HostLane
 from teraplan.runtime.host_memory import host_bytes
 from teraplan.runtime.state import host_choice, host_state
 from teraplan.runtime.state.host_state import HostState, send_to
-from teraplan.runtime.state.step_hooks import parameters_of
+from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.units import format_nbytes
 
 Optimizer = torch.optim.Optimizer

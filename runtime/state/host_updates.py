@@ -45,6 +45,7 @@ from teraplan.runtime.state.per_parameter import (
 from teraplan.runtime.state.stand_in import (
     equal,
     keeps_tensors_beside_state,
+    parameters_of,
     share_state,
     stand_in,
     take_over,
@@ -55,7 +56,6 @@ from teraplan.runtime.state.step_hooks import (
     calling,
     hooks_of,
     is_nested,
-    parameters_of,
     put_in_order,
     put_innermost,
     steps_another,

@@ -26,6 +26,7 @@ from teraplan.runtime.state.sliced_update import Cut, cut_up, step_in_slices
 from teraplan.runtime.state.stand_in import (
     Values,
     equal,
+    parameters_of,
     share_state,
     stand_in,
     take_over,
@@ -36,7 +37,6 @@ from teraplan.runtime.state.step_hooks import (
     calling,
     hooks_of,
     is_nested,
-    parameters_of,
     put_innermost,
     steps_another,
 )

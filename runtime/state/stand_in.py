@@ -27,6 +27,12 @@ _stand_ins: "weakref.WeakKeyDictionary[Optimizer, Optimizer]" = weakref.WeakKeyD
 """Each with the optimizer that it stands in for."""
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters of all groups, in order."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
     """`optimizer` as it is now, with those parameters whose ids are in `bucket`."""
     made: Optimizer = object.__new__(type(optimizer))
@@ -38,7 +44,7 @@ def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
         for group in optimizer.param_groups
     ]
     made.state = defaultdict(dict, _copies_of(_loose(optimizer)))
-    made.state.update((p, optimizer.state[p]) for p in _parameters(made) if p in optimizer.state)
+    made.state.update((p, optimizer.state[p]) for p in parameters_of(made) if p in optimizer.state)
     _stand_ins[made] = optimizer
     return made
 
@@ -47,7 +53,7 @@ def share_state(made: Optimizer) -> None:
     """Let whatever `made` stands in for have the state that its step has made of its parameters."""
     optimizer = _stand_ins.get(made)
     while optimizer is not None:
-        for parameter in _parameters(made):
+        for parameter in parameters_of(made):
             if parameter in made.state:
                 optimizer.state[parameter] = made.state[parameter]
             else:
@@ -155,10 +161,6 @@ def _attributes(optimizer: Optimizer) -> dict[str, object]:
         for name, value in vars(optimizer).items()
         if name not in _SHARED and not name.startswith("_optimizer_")
     }
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _loose(optimizer: Optimizer) -> dict[Any, object]:

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.state.stand_in import is_stand_in
+from teraplan.runtime.state.stand_in import is_stand_in, parameters_of
 from teraplan.runtime.untraced import untraced
 
 Optimizer = torch.optim.Optimizer
@@ -56,12 +56,6 @@ def steps_another(optimizer: Optimizer) -> bool:
         isinstance(value, Optimizer) and value is not optimizer
         for value in vars(optimizer).values()
     )
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters of all groups, in order."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def put_in_order(optimizer: Optimizer) -> None:
