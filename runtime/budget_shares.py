@@ -107,6 +107,22 @@ class BudgetShares:
             moving = self._keeper.limit_bytes
             self.forecast.refuse(self.rest_bytes, certainly=certainly, moving_bytes=moving)
 
+    def meet(self, case: Case, table: GraphTable) -> None:
+        """Another graph is about to run for the first time, in the middle of a step without a plan.
+
+        Raises:
+            InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
+        """
+        self.forecast.add(table)  # to count what lasts is for the beginning of a step
+        if self._given is None:
+            return
+        self._budget_bytes = budget = self.budget_bytes(case)
+        self._keeper.share_out(budget, max(self.forecast.least_bytes, self.rest_bytes))
+        self.rest_bytes = budget - self._keeper.limit_bytes
+        if not self._keeper.may_start:
+            moving = self._keeper.limit_bytes
+            self.forecast.refuse(self.rest_bytes, certainly=True, moving_bytes=moving)
+
     def divide_again(self, case: Case, least_bytes: int, most_bytes: int) -> None:
         """Once memory has been measured: the state gets what is left of the budget.
 

@@ -93,6 +93,11 @@ def optimizers() -> list[torch.optim.Optimizer]:
     return _instances(torch.optim.Optimizer)
 
 
+def modules() -> list[torch.nn.Module]:
+    """Every module of this process. Walks all objects, too."""
+    return _instances(torch.nn.Module)
+
+
 def gradient_scalers() -> list[torch.amp.GradScaler]:
     """Every GradScaler of this process. Walks all objects, too."""
     return _instances(torch.amp.GradScaler)

@@ -160,12 +160,15 @@ class Session:
         if self._error is not None:
             raise copy.copy(self._error)
         try:
-            if table.graph not in self.tables:
+            is_new = table.graph not in self.tables
+            if is_new:
                 self._meet(table)
             if self._bounds.at_begin():
                 self._begin_step((table.graph, shapes))
             elif self.engine.unplanned:
                 assert self.active is not None
+                if is_new:
+                    self._shares.meet(self.active, table)
                 self.engine.limit_bytes = self._shares.safe_limit(self.active)
         except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
             if isinstance(error, InfeasibleBudgetError) and self._may_start:

@@ -4,6 +4,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.movable import is_movable
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from teraplan.runtime.state.training_state import TrainingState
 
 
-def watch_gradient(state: "TrainingState", parameter: torch.Tensor) -> None:
+def watch_gradient(
+    state: "TrainingState", parameter: torch.Tensor
+) -> tuple[RemovableHandle, RemovableHandle]:
     """See that a gradient which is added to is in memory, and that any other is taken in."""
     found, target = weakref.ref(state), weakref.ref(parameter)
     pinned: list[Block] = []
@@ -46,5 +49,7 @@ def watch_gradient(state: "TrainingState", parameter: torch.Tensor) -> None:
             alive.at_gradients.arrived(owner)
 
     # A compiled function of the user may call `backward`.
-    parameter.register_hook(untraced(before))  # type: ignore[no-untyped-call]
-    parameter.register_post_accumulate_grad_hook(untraced(after))  # type: ignore[no-untyped-call]
+    return (
+        parameter.register_hook(untraced(before)),  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(untraced(after)),  # type: ignore[no-untyped-call]
+    )

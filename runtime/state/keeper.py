@@ -12,9 +12,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
 from teraplan.runtime import census, fallbacks
+from teraplan.runtime.compiled_modules import parameters_of_compiled
 from teraplan.runtime.device import Device
 from teraplan.runtime.state.chunks import chunk_nbytes
 from teraplan.runtime.state.gradient_updates import GradientUpdates
+from teraplan.runtime.state.not_used_yet import NotUsedYet
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.state.update_needs import TEMPORARIES
@@ -43,7 +45,8 @@ class StateKeeper:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
         """Those that there were when the first graph was compiled."""
         self._met = WeakIdKeyDictionary()
-        """Parameters of graphs that were compiled while the state stayed."""
+        """Parameters that were met while the state stayed."""
+        self._not_used: NotUsedYet | None = None
         self.graphs_without_ops = 0
         """Graphs that were compiled before the state started to move, and run on as they are."""
 
@@ -82,6 +85,8 @@ class StateKeeper:
                 'training_state="moves" prevents that'
             )
         yield from (_shared_text(parameter) for parameter in self.state.shared)
+        if self._not_used is not None:
+            yield from self._not_used.fallbacks
         if self._at_gradients is not None:
             yield from self._at_gradients.fallbacks
 
@@ -116,11 +121,19 @@ class StateKeeper:
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
-        parameters = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
-        self.expect(parameters)
+        used = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
+        to_come = list(parameters_of_compiled(self._config)) if self._looks_ahead else []
+        self.expect(list(WeakIdKeyDictionary(dict.fromkeys([*used, *to_come]))))
         if self.state is not None:
-            self.state.adopt_parameters(parameters)
+            self.state.adopt_parameters(used)
+            assert self._not_used is not None
+            self._not_used.take_in(to_come)
             self._take_in_optimizers()
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """True if graphs that come later matter now."""
+        return self.moves or self.may_start or not self._decided
 
     def check(self) -> None:
         """A graph has run.
@@ -182,6 +195,8 @@ class StateKeeper:
 
     def close(self) -> None:
         """Nothing of the state moves from now on; its tensors stay readable."""
+        if self._not_used is not None:
+            self._not_used.close()
         if self._steps is not None:
             self._steps.close()
         if self.state is not None:
@@ -229,6 +244,7 @@ class StateKeeper:
         self.state = TrainingState(device.storage, limit_bytes, chunk_bytes=chunk_bytes)
         self.state.make_room, self.state.spare_pages = device.make_room, device.spare_pages
         device.keeps_beside(self.state.arena)
+        self._not_used = NotUsedYet(self.state, lambda: self._least_bytes)  # its hook is the first
         make_room = device.make_room_for_tensors
         self._steps = OptimizerSteps(self.state, make_room, at_gradients=at_gradients)
 

@@ -89,7 +89,9 @@ class TrainingState:
         self.last_step = Traffic()
         self._before = Traffic()
         self._watched = WeakIdKeyDictionary()
-        """Whose gradients are looked after."""
+        """Whose gradients are looked after, with the handles of the hooks that do so."""
+        self.unused = WeakIdKeyDictionary()
+        """Parameters here that no graph has used yet."""
         self._strays = WeakIdKeyDictionary()
         """Parameters with other memory than they were given here: to be taken in once more."""
         self._shared = WeakIdKeyDictionary()
@@ -125,8 +127,21 @@ class TrainingState:
             sort = TensorKind.PARAMETER, not parameter.requires_grad
             parameter.data = self._copy(parameter.data, sort, "parameter")
         if parameter.requires_grad and parameter not in self._watched:
-            self._watched[parameter] = True
-            watch_gradient(self, parameter)
+            self._watched[parameter] = watch_gradient(self, parameter)
+
+    def let_stay(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give parameters memory that nothing takes away, until a graph uses them."""
+        with torch.inference_mode(False):
+            for parameter in parameters:
+                block = self.arena.block_of(parameter)
+                if block is None:
+                    continue
+                self.arena.use(block, writes=False)
+                parameter.data = parameter.data.clone()
+                self.arena.done(block, leaves=True)
+                self.unused.pop(parameter, None)  # type: ignore[no-untyped-call]
+                for handle in self._watched.pop(parameter, ()):  # type: ignore[no-untyped-call]
+                    handle.remove()
 
     @property
     def shared(self) -> list[torch.Tensor]:
@@ -239,7 +254,7 @@ class TrainingState:
         """Change what it takes while no plan says anything else."""
         self.limit_bytes = limit_bytes
         if not self._follows_plan:
-            self.arena.limit_bytes = limit_bytes
+            self.arena.keep_to(limit_bytes)
 
     @property
     def step_bytes(self) -> int:
@@ -259,6 +274,8 @@ class TrainingState:
         if block is None:
             self._note_stray(parameter)
             return
+        if self.unused:
+            self.unused.pop(parameter, None)  # type: ignore[no-untyped-call]
         if self.at_gradients is not None:
             self.at_gradients.used(parameter, block, in_step=self.in_step)
         self.begin_use([block])
