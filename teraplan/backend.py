@@ -1,8 +1,8 @@
 """`torch.compile(model, backend="teraplan")`: where Dynamo hands over a graph.
 
 The graph goes to Inductor (or AOTAutograd alone, kernels="aot_eager") with our partitioner, which
-puts the migration ops in. What comes back is wrapped so that its ops find their session. Sessions
-are shared by all graphs compiled under one configuration and live as long as one of these does.
+puts the migration ops in. What comes back is wrapped so that its ops find their session. A session
+is shared by all graphs compiled under one configuration (`held_session` says how long it lives).
 """
 
 import copy
@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensor
 
 from teraplan.config import Config
 from teraplan.errors import ConfigError, TeraplanError
+from teraplan.held_session import HeldSession
 from teraplan.passes.recipes import compile_recipe
 from teraplan.runnable_graph import RunnableGraph
 from teraplan.runtime.dump_signal import dump_on_signal
@@ -30,7 +31,7 @@ from teraplan.status import Status
 
 log = logging.getLogger(__name__)
 
-_sessions: "weakref.WeakValueDictionary[Config, Session]" = weakref.WeakValueDictionary()
+_held: "weakref.WeakValueDictionary[Config, HeldSession]" = weakref.WeakValueDictionary()
 
 Compiled = Callable[..., Any]
 
@@ -55,8 +56,7 @@ def teraplan(
                 "and set what you need with options={...}"
             )
         config = Config.resolve(options, os.environ)
-        session = _session(config, _device_type(example_inputs))
-        return _compile(gm, example_inputs, session)
+        return _compile(gm, example_inputs, _held_session(config, _device_type(example_inputs)))
     except TeraplanError as error:
         return _raiser(error)
 
@@ -68,11 +68,12 @@ def materialize(
     initialize: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """See `teraplan.materialize`."""
-    parameters = list(model.parameters())
-    session = _session(Config.resolve(options, os.environ), "cpu")
-    session.keeper.expect(parameters)
-    give_memory(model, session.keeper.state, initialize)
-    _materialized[model] = session
+    held = _held_session(Config.resolve(options, os.environ), "cpu")
+    keeper = held.session().keeper
+    keeper.expect(list(model.parameters()))
+    give_memory(model, keeper.state, initialize)
+    held.own(model.parameters())
+    _materialized[model] = held
     return model
 
 
@@ -86,34 +87,43 @@ def detach(optimizer: object) -> torch.optim.Optimizer:
     return optimizer_steps.detach(optimizer)
 
 
-_materialized: "weakref.WeakKeyDictionary[nn.Module, Session]" = weakref.WeakKeyDictionary()
+_materialized: "weakref.WeakKeyDictionary[nn.Module, HeldSession]" = weakref.WeakKeyDictionary()
 """Until their graphs do, the models keep their sessions alive."""
+
+
+def sessions() -> list[Session]:
+    """All that there are."""
+    found = (held.alive for held in list(_held.values()))
+    return [session for session in found if session is not None]
 
 
 def current_status() -> Status:
     """Status of the session that ran last, or of none."""
-    sessions = sorted(_sessions.values(), key=lambda s: s.last_used_ns)
-    return sessions[-1].status() if sessions else Status(phase="idle")
+    latest = max(sessions(), key=lambda s: s.last_used_ns, default=None)
+    return latest.status() if latest is not None else Status(phase="idle")
 
 
 def current_dump() -> str:
     """What all sessions are doing right now."""
-    return "\n".join(s.describe() for s in list(_sessions.values())) or "teraplan: no session"
+    return "\n".join(s.describe() for s in sessions()) or "teraplan: no session"
 
 
-def _session(config: Config, device_type: str) -> Session:
-    session = _sessions.get(config)
-    if session is None:
-        device = open_device(config, device_type)
-        try:
-            fused = config.kernels == "inductor"
-            recipes = functools.partial(compile_recipe, fused=fused)
-            session = Session(config, device, recipes)
-        except TeraplanError:
-            device.close()
-            raise
-        _sessions[config] = session
-        dump_on_signal(current_dump)
+def _held_session(config: Config, device_type: str) -> HeldSession:
+    held = _held.get(config)
+    if held is None:
+        _held[config] = held = HeldSession(functools.partial(_open_session, config, device_type))
+    return held
+
+
+def _open_session(config: Config, device_type: str) -> Session:
+    device = open_device(config, device_type)
+    try:
+        fused = config.kernels == "inductor"
+        session = Session(config, device, functools.partial(compile_recipe, fused=fused))
+    except TeraplanError:
+        device.close()
+        raise
+    dump_on_signal(current_dump)
     return session
 
 
@@ -122,8 +132,8 @@ def _device_type(example_inputs: Sequence[Any]) -> str:
     return next(iter(types - {"cpu"}), "cpu")
 
 
-def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> Compiled:
-    graph = RunnableGraph(gm, example_inputs, session)
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], held: HeldSession) -> Compiled:
+    graph = RunnableGraph(gm, example_inputs, held)
     varying = _telling_inputs(gm, example_inputs)
 
     def call(*args: Any) -> Any:
@@ -131,12 +141,9 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session
             return graph.results_like(args)
         shapes = tuple(_shape(args[i]) for i in varying)
         try:
-            results = graph.run(args, shapes)
-            session.end_call()
-            session.keeper.check()
+            return graph.run(args, shapes)
         except TeraplanError as error:  # the generated code between here and there helps nobody
             raise error.with_traceback(None) from None
-        return results
 
     return call
 
@@ -165,7 +172,7 @@ def _shape(value: Any) -> object:
 
 def has_compiled() -> bool:
     """True if there is a graph that runs under a budget."""
-    return any(session.has_compiled for session in list(_sessions.values()))
+    return any(session.has_compiled for session in sessions())
 
 
 def _raiser(error: TeraplanError) -> Compiled:

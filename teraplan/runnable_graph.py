@@ -10,6 +10,7 @@ when a step has been measured.
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -19,7 +20,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.compile_fx import compile_fx
 
+from teraplan.config import Config
 from teraplan.errors import StateHasToMoveError
+from teraplan.held_session import HeldSession, Lifeline
 from teraplan.passes.partition import Room, config_patches, partition
 from teraplan.runtime.dispatch import running
 from teraplan.runtime.session import Session
@@ -28,10 +31,15 @@ Compiled = Callable[..., Any]
 
 
 class RunnableGraph:
-    """One graph of Dynamo's in one session."""
+    """One graph of Dynamo's under one configuration."""
 
-    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], session: Session) -> None:
-        self._session = session
+    def __init__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], held: HeldSession
+    ) -> None:
+        self._lifeline = Lifeline(held, example_inputs)
+        session = held.session()
+        self._known = weakref.ref(session)
+        """The session that knows of this graph."""
         self._moves_state = session.compiling(example_inputs)
         room = session.room()
         may_start = session.keeper.may_start
@@ -40,7 +48,7 @@ class RunnableGraph:
         self._is_static = _is_static(gm)
         try:
             limit = None if room is None else Room(nbytes=room[0], gradients_bytes=room[1])
-            self._compiled = self._build(gm, example_inputs, limit)
+            self._compiled = self._build(session.config, gm, example_inputs, limit)
         except StateHasToMoveError:
             pass
         else:
@@ -48,19 +56,25 @@ class RunnableGraph:
         session.start_moving_state()
         assert self._source is not None
         self._moves_state = True
-        self._compiled = self._build(self._source, example_inputs, None)
+        self._compiled = self._build(session.config, self._source, example_inputs, None)
 
     def run(self, args: tuple[Any, ...], shapes: tuple[object, ...]) -> Any:  # noqa: ANN401
         """The graph's results; `shapes` tells its input sizes apart."""
-        session = self._session
-        self._keep_up(args)
+        session = self._lifeline.session(args)
+        results = self._run(session, args, shapes)
+        session.end_call()
+        session.keeper.check()
+        return results
+
+    def _run(self, session: Session, args: tuple[Any, ...], shapes: tuple[object, ...]) -> Any:  # noqa: ANN401
+        self._keep_up(session, args)
         try:
             with running(session, shapes):
                 return self._compiled(*args)
         except StateHasToMoveError:  # raised by the graph's first op: nothing has been computed
             pass
         session.start_moving_state()
-        self._keep_up(args)
+        self._keep_up(session, args)
         with running(session, shapes):
             return self._compiled(*args)
 
@@ -68,19 +82,24 @@ class RunnableGraph:
         """Results without values, which DistributedDataParallel asks for while it compiles."""
         return self._compiled(*args)
 
-    def _keep_up(self, args: tuple[Any, ...]) -> None:
-        """Compile the graph anew if the training state has started to move."""
-        if self._moves_state or not self._session.keeper.moves:
+    def _keep_up(self, session: Session, args: tuple[Any, ...]) -> None:
+        """Tell another session of the graph, and compile it anew if its state is to move by now."""
+        is_known = self._known() is session
+        if is_known and (self._moves_state or not session.keeper.moves):
             return
-        self._moves_state = self._session.compiling(args)
+        self._known = weakref.ref(session)
+        if not session.compiling(args) or self._moves_state:
+            return
+        self._moves_state = True
         source, self._source = self._source, None
         if source is not None and self._is_static:
-            self._compiled = self._build(source, args, None)
+            self._compiled = self._build(session.config, source, args, None)
         else:
-            self._session.keeper.graphs_without_ops += 1
+            session.keeper.graphs_without_ops += 1
 
-    def _build(self, gm: fx.GraphModule, inputs: Sequence[Any], room: Room | None) -> Compiled:
-        config = self._session.config
+    def _build(
+        self, config: Config, gm: fx.GraphModule, inputs: Sequence[Any], room: Room | None
+    ) -> Compiled:
         moves_state, updates = self._moves_state, config.update == "gradient"
         if config.kernels == "inductor":
             patches = config_patches(moves_state=moves_state, updates=updates, room=room)

@@ -44,9 +44,9 @@ def forget_everything() -> None:
     """Drop all compiled graphs, and with them their sessions."""
     torch._dynamo.reset()
     gc.collect()
-    for session in list(backend._sessions.values()):
+    for session in backend.sessions():
         session.close()
-    backend._sessions.clear()
+    backend._held.clear()
 
 
 @pytest.fixture

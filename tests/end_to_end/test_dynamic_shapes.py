@@ -146,7 +146,7 @@ def test_a_number_that_changes_every_step_is_no_new_kind_of_step() -> None:
         torch.autograd.backward(step(*MLP().batch(number), number))
         optimizer.step()
         optimizer.zero_grad()
-    (session,) = backend._sessions.values()
+    (session,) = backend.sessions()
     assert len(session.cases) <= 2
     assert session.status().phase == "planned"
 

@@ -24,7 +24,7 @@ def compiled(function: Callable[..., object], **kwargs: object) -> Callable[...,
 
 def session() -> Session:
     """The only one."""
-    (only,) = backend._sessions.values()
+    (only,) = backend.sessions()
     return only
 
 

@@ -205,7 +205,7 @@ def sessions() -> Iterator[Session]:
     """All sessions that are alive."""
     from teraplan import backend
 
-    yield from list(backend._sessions.values())
+    yield from backend.sessions()
 
 
 class MLP(nn.Module):

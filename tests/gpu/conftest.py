@@ -22,7 +22,7 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.enable_mem_efficient_sdp(True)
     torch._dynamo.reset()
     gc.collect()
-    for session in list(backend._sessions.values()):
+    for session in backend.sessions():
         session.close()
-    backend._sessions.clear()
+    backend._held.clear()
     torch.cuda.empty_cache()

@@ -1,0 +1,82 @@
+"""A session, held for as long as there are the models that it trains.
+
+What Dynamo has compiled goes with its model, but for code behind a graph break, which it keeps for
+good. So parameters hold the session, and a graph that another model calls later finds a new one.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from teraplan.runtime.session import Session
+
+
+class HeldSession:
+    """What all graphs have that are compiled under one configuration."""
+
+    def __init__(self, open_session: Callable[[], Session]) -> None:
+        self._open = open_session
+        self._session: Session | None = open_session()
+        self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
+        """By identity, the parameters that graphs have been called with, as long as they live."""
+
+    @property
+    def alive(self) -> Session | None:
+        """The session, if there is one."""
+        return self._session
+
+    def session(self) -> Session:
+        """The session; a new one if the models of the last one are gone."""
+        if self._session is None:
+            self._session = self._open()
+        return self._session
+
+    def own(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Hold the session until all of these are gone, and those of other graphs."""
+        for parameter in parameters:
+            if id(parameter) not in self._owners:
+                ended = _Ended(self, id(parameter))
+                self._owners[id(parameter)] = weakref.ref(parameter, ended)
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """True if the session is held for this one."""
+        return id(parameter) in self._owners
+
+    def disown(self, key: int) -> None:
+        """The parameter of this identity is gone."""
+        self._owners.pop(key, None)
+        if not self._owners:
+            self._session = None
+
+
+class Lifeline:
+    """One graph's part in it."""
+
+    def __init__(self, held: HeldSession, inputs: Sequence[Any]) -> None:
+        self._held = held
+        self._indices = [i for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter)]
+        self._hold(inputs)
+
+    def session(self, args: Sequence[Any]) -> Session:
+        """The session that a call with these arguments belongs to."""
+        # All that a model has comes and goes together: to look at one is enough.
+        if self._indices and not self._held.knows(args[self._indices[0]]):
+            self._hold(args)
+        return self._held.session()
+
+    def _hold(self, args: Sequence[Any]) -> None:
+        self._held.own(args[i] for i in self._indices)
+
+
+class _Ended:
+    """Called when a parameter is gone; holds nothing."""
+
+    def __init__(self, held: HeldSession, key: int) -> None:
+        self._held, self._key = weakref.ref(held), key
+
+    def __call__(self, _: object) -> None:
+        held = self._held()
+        if held is not None:
+            held.disown(self._key)
