@@ -7,6 +7,7 @@ storage engine needs no staging memory, so there is none to count.
 import gc
 import platform
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -132,6 +133,7 @@ class CpuDevice(Device):
 
     def __init__(self, *, storage: Storage, host_bytes: int, strict: bool = False) -> None:
         self.name = f"cpu {platform.machine()}"
+        _alive.add(self)
         self.host_budget_bytes = host_bytes
         self.host_bytes = 0
         self.host_pool = PinnedPool(host_bytes, pin=None)
@@ -185,7 +187,15 @@ class CpuDevice(Device):
 
     def state_bytes(self) -> int:
         beside = self._beside.total_bytes if self._beside is not None else 0
-        return max(0, self._tensor_bytes() - beside)
+        elsewhere = sum(other._elsewhere_bytes for other in list(_alive) if other is not self)
+        return max(0, self._tensor_bytes() - beside - elsewhere)
+
+    @property
+    def _elsewhere_bytes(self) -> int:
+        """Of tensors that another session of this process has moved away, or has in host memory."""
+        beside = self._beside
+        away = beside.total_bytes - beside.held_bytes if beside is not None else 0
+        return max(0, away) + self.host_pool.mapped_bytes
 
     def measure_exactly(self) -> None:
         gc.collect()
@@ -399,3 +409,6 @@ class CpuDevice(Device):
                 "raise host_budget"
             )
         return torch.empty(nbytes, dtype=torch.uint8) if nbytes else None
+
+
+_alive: "weakref.WeakSet[CpuDevice]" = weakref.WeakSet()

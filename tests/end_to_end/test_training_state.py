@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import teraplan
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, UnsupportedError
+from teraplan.runtime import census
 from teraplan.runtime.cpu_device import CpuDevice
 from tests.end_to_end.moving import (
     DEPTH,
@@ -359,3 +361,21 @@ def test_the_least_budget_is_the_same_whatever_was_given() -> None:
     named = [_least(program, budget) for budget in (1 << 16, 3 << 20)]
     assert abs(named[1] - named[0]) < 1 << 18
     run_moving(program, budget=max(named))
+
+
+@pytest.mark.slow
+def test_what_another_session_has_moved_away_takes_no_memory_of_the_device() -> None:
+    kept: list[torch.optim.Optimizer] = []
+
+    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        kept.append(adamw(parameters))
+        return kept[-1]
+
+    run_moving(training(make_optimizer))
+    others = Run({"kernels": "aot_eager", "device_budget": 100 << 30, "training_state": "stays"})
+    training(adamw)(others)
+    (staying,) = [s for s in sessions() if s.keeper.state is None]
+    arena = moving().arena
+    away_bytes = arena.total_bytes - arena.held_bytes
+    assert away_bytes > 0
+    assert staying.device.state_bytes() == census.tensor_nbytes("cpu") - away_bytes
