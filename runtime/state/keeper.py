@@ -18,6 +18,7 @@ from teraplan.runtime.state.chunks import chunk_nbytes
 from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.not_used_yet import NotUsedYet
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
+from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.state.update_needs import TEMPORARIES
 from teraplan.units import format_nbytes
@@ -122,13 +123,21 @@ class StateKeeper:
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
         used = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
-        to_come = list(parameters_of_compiled(self._config)) if self._looks_ahead else []
+        to_come = list(self._to_come(used)) if self._looks_ahead else []
         self.expect(list(WeakIdKeyDictionary(dict.fromkeys([*used, *to_come]))))
         if self.state is not None:
             self.state.adopt_parameters(used)
             assert self._not_used is not None
             self._not_used.take_in(to_come)
             self._take_in_optimizers()
+
+    def _to_come(self, used: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Parameters that graphs to come may use: of compiled modules, or trained with `used`."""
+        yield from parameters_of_compiled(self._config)
+        known = set(map(id, used))
+        for optimizer in census.optimizers():
+            if not known.isdisjoint(map(id, parameters_of(optimizer))):
+                yield from parameters_of(optimizer)
 
     @property
     def _looks_ahead(self) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters of compiled modules that no graph has used yet.
+"""Parameters that no graph has used yet: of compiled modules, or trained with such as one has.
 
 They move from the first graph on, so that a model in several graphs needs no more memory than one
 in a single graph. What no graph uses in the first step is for eager code: nothing would bring it,
@@ -42,9 +42,9 @@ class NotUsedYet:
         left = [p for p in self._state.unused if p in self._seen]
         if left:
             yield (
-                f"{len(left)} parameters of compiled modules "
-                f"({format_nbytes(sum(p.nbytes for p in left))}) are used by no compiled graph, "
-                "and the budget has no room for them: eager code reads them through the spill file"
+                f"{len(left)} parameters ({format_nbytes(sum(p.nbytes for p in left))}) are used "
+                "by no compiled graph, and the budget has no room for them: eager code reads them "
+                "through the spill file"
             )
 
     def close(self) -> None:

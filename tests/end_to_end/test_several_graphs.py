@@ -1,7 +1,7 @@
 """Models of which Dynamo makes several graphs: what later ones use moves from the first one on."""
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -97,6 +97,31 @@ class Wide(nn.Module):
         return torch.log_softmax(x.repeat(1, TIMES).sin(), dim=1)
 
 
+def a_function(depth: int) -> Program:
+    """A compiled function in which the graph breaks: only the optimizer has all parameters."""
+
+    def program(this: Run) -> None:
+        model = Broken(depth, beside=1)
+        options: dict[str, Any] = this.options
+        function = torch.compile(model.forward, backend="teraplan", options=options)
+        model.forward = function  # type: ignore[method-assign]
+        _train(this, model)
+
+    return program
+
+
+def before_eager_code(depth: int, *, beside: int) -> Program:
+    """Blocks that are compiled each by itself, and matrices that are not compiled."""
+
+    def program(this: Run) -> None:
+        blocks = [Block() for _ in range(depth)]
+        for block in blocks:
+            this.compile(block)
+        _train(this, nn.Sequential(*blocks, Beside(beside)))
+
+    return program
+
+
 def before_a_wide_one(after_step: Callable[[], object]) -> Program:
     """A few blocks and a `Wide`, each compiled by itself."""
 
@@ -146,7 +171,20 @@ def test_graphs_behind_a_break_need_less_than_all_of_their_parameters() -> None:
     least, told = _least(as_a_whole(depth=6, beside=8))
     assert least < 25 * LAYER_BYTES
     assert len(told) == 1
-    assert told[0].startswith("8 parameters of compiled modules (1.12 MiB) are used by no")
+    assert told[0].startswith("8 parameters (1.12 MiB) are used by no compiled graph")
+
+
+@pytest.mark.slow
+def test_a_function_in_several_graphs_needs_less_than_all_of_its_parameters() -> None:
+    least, _ = _least(a_function(depth=10))
+    assert least < 28 * LAYER_BYTES
+
+
+@pytest.mark.slow
+def test_eager_code_beside_compiled_blocks() -> None:
+    least, told = _least(before_eager_code(depth=4, beside=24))
+    assert least < 60 * LAYER_BYTES  # with gradients and optimizer state they would be 96
+    assert len(told) == 1
 
 
 @pytest.mark.slow
@@ -171,7 +209,7 @@ def test_what_only_eager_code_uses_returns_where_there_is_room() -> None:
 
 
 def _left_to_eager_code(run: Run) -> list[str]:
-    return [what for what in run.statuses[-1].fallbacks if "of compiled modules" in what]
+    return [what for what in run.statuses[-1].fallbacks if "by no compiled graph" in what]
 
 
 def _moves(weight: Tensor) -> bool:
