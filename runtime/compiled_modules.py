@@ -16,12 +16,18 @@ from teraplan.errors import ConfigError
 from teraplan.runtime import census
 
 
-def parameters_of_compiled(config: Config) -> Iterator[nn.Parameter]:
-    """Parameters of all modules that users have compiled under `config`. Walks all objects."""
+def compiled_modules(config: Config) -> Iterator[nn.Module]:
+    """All modules that users have compiled under `config`. Walks all objects."""
     for module in census.modules():
         context = _context(module)
         if context is not None and _config(context) == config:
-            yield from module.parameters()
+            yield module
+
+
+def parameters_of_compiled(config: Config) -> Iterator[nn.Parameter]:
+    """Their parameters."""
+    for module in compiled_modules(config):
+        yield from module.parameters()
 
 
 def _context(module: nn.Module) -> OptimizeContext | None:

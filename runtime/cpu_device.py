@@ -187,15 +187,7 @@ class CpuDevice(Device):
 
     def state_bytes(self) -> int:
         beside = self._beside.total_bytes if self._beside is not None else 0
-        elsewhere = sum(other._elsewhere_bytes for other in list(_alive) if other is not self)
-        return max(0, self._tensor_bytes() - beside - elsewhere)
-
-    @property
-    def _elsewhere_bytes(self) -> int:
-        """Of tensors that another session of this process has moved away, or has in host memory."""
-        beside = self._beside
-        away = beside.total_bytes - beside.held_bytes if beside is not None else 0
-        return max(0, away) + self.host_pool.mapped_bytes
+        return max(0, self._tensor_bytes() - beside)
 
     def measure_exactly(self) -> None:
         gc.collect()
@@ -328,10 +320,21 @@ class CpuDevice(Device):
         self.storage.close()
         self.host_pool.close()
         cpu_pool.leave(self)
+        _alive.discard(self)
 
     def _tensor_bytes(self) -> int:
-        """Of all tensors but those over the host pool's own mappings, whose parts are tensors."""
-        return census.tensor_nbytes("cpu") - self.host_pool.mapped_bytes
+        """Of all tensors but what other sessions of this process have moved away.
+
+        What lies over the mappings of host pools is counted by its parts, which are tensors.
+        """
+        devices = [device for device in list(_alive) if device is not self]
+        others = [device._beside for device in devices if device._beside is not None]
+        here = (
+            storage.nbytes()
+            for storage in census.storages("cpu")
+            if all(other.holds(storage.data_ptr()) is not False for other in others)
+        )
+        return sum(here) - sum(device.host_pool.mapped_bytes for device in (self, *devices))
 
     def _unused_bytes(self) -> int:
         """Of the resident memory, what neither the heap nor the pool has given to anyone."""
@@ -412,3 +415,4 @@ class CpuDevice(Device):
 
 
 _alive: "weakref.WeakSet[CpuDevice]" = weakref.WeakSet()
+"""Those that are not closed."""

@@ -84,6 +84,10 @@ class Beside(Protocol):
         """Of all its tensors, on the device or not."""
         ...
 
+    def holds(self, address: int) -> bool | None:
+        """Whether a tensor whose memory begins there is on the device; None if it is another's."""
+        ...
+
 
 class SparePages(Protocol):
     """Touched memory of this process that nothing needs now. In whole pages, each time in a row."""

@@ -22,6 +22,7 @@ from teraplan.errors import ConfigError, TeraplanError
 from teraplan.held_session import HeldSession
 from teraplan.passes.recipes import compile_recipe
 from teraplan.runnable_graph import RunnableGraph
+from teraplan.runtime.compiled_modules import compiled_modules
 from teraplan.runtime.dump_signal import dump_on_signal
 from teraplan.runtime.open_device import open_device
 from teraplan.runtime.session import Session
@@ -111,7 +112,9 @@ def current_dump() -> str:
 def _held_session(config: Config, device_type: str) -> HeldSession:
     held = _held.get(config)
     if held is None:
-        _held[config] = held = HeldSession(functools.partial(_open_session, config, device_type))
+        open_session = functools.partial(_open_session, config, device_type)
+        models = functools.partial(compiled_modules, config)
+        _held[config] = held = HeldSession(open_session, models)
     return held
 
 

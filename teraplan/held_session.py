@@ -1,14 +1,15 @@
 """A session, held for as long as there are the models that it trains.
 
 What Dynamo has compiled goes with its model, but for code behind a graph break, which it keeps for
-good. So parameters hold the session, and a graph that another model calls later finds a new one.
+good. So parameters hold the session, or the modules where those are replaced, and a graph that
+another model calls later finds a new one.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
+from torch import nn
 
 from teraplan.runtime.session import Session
 
@@ -16,10 +17,12 @@ from teraplan.runtime.session import Session
 class HeldSession:
     """What all graphs have that are compiled under one configuration."""
 
-    def __init__(self, open_session: Callable[[], Session]) -> None:
-        self._open = open_session
+    def __init__(
+        self, open_session: Callable[[], Session], models: Callable[[], Iterable[nn.Module]]
+    ) -> None:
+        self._open, self._models = open_session, models
         self._session: Session | None = open_session()
-        self._owners: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._owners: dict[int, weakref.ref[object]] = {}
         """By identity, the parameters that graphs have been called with, as long as they live."""
 
     @property
@@ -33,20 +36,21 @@ class HeldSession:
             self._session = self._open()
         return self._session
 
-    def own(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Hold the session until all of these are gone, and those of other graphs."""
-        for parameter in parameters:
-            if id(parameter) not in self._owners:
-                ended = _Ended(self, id(parameter))
-                self._owners[id(parameter)] = weakref.ref(parameter, ended)
+    def own(self, owners: Iterable[object]) -> None:
+        """Hold the session until all of these are gone, and those of other calls."""
+        for owner in owners:
+            if id(owner) not in self._owners:
+                self._owners[id(owner)] = weakref.ref(owner, _Ended(self, id(owner)))
 
-    def knows(self, parameter: torch.Tensor) -> bool:
+    def knows(self, owner: object) -> bool:
         """True if the session is held for this one."""
-        return id(parameter) in self._owners
+        return id(owner) in self._owners
 
     def disown(self, key: int) -> None:
-        """The parameter of this identity is gone."""
+        """What had this identity is gone."""
         self._owners.pop(key, None)
+        if not self._owners:
+            self.own(self._models())  # that have been given other parameters
         if not self._owners:
             self._session = None
 
@@ -56,7 +60,7 @@ class Lifeline:
 
     def __init__(self, held: HeldSession, inputs: Sequence[Any]) -> None:
         self._held = held
-        self._indices = [i for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter)]
+        self._indices = [i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)]
         self._hold(inputs)
 
     def session(self, args: Sequence[Any]) -> Session:
@@ -71,7 +75,7 @@ class Lifeline:
 
 
 class _Ended:
-    """Called when a parameter is gone; holds nothing."""
+    """Called when an owner is gone; holds nothing."""
 
     def __init__(self, held: HeldSession, key: int) -> None:
         self._held, self._key = weakref.ref(held), key

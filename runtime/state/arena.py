@@ -67,6 +67,11 @@ class StateArena:
         """The block of a tensor that lives here, None for any other."""
         return self._tenants.block_of(tensor)
 
+    def holds(self, address: int) -> bool | None:
+        """Whether the tensor whose memory begins there is in memory; None if it is another's."""
+        block = self._tenants.block_at(address)
+        return block.held if block is not None else None
+
     def open(
         self, nbytes: int, key: Key, what: str, *, shape: tuple[int, ...], dtype: str
     ) -> Block:

@@ -26,7 +26,11 @@ class Tenants:
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block of a tensor that is in one, None for any other."""
-        return self._block_at.get(tensor.untyped_storage().data_ptr())
+        return self.block_at(tensor.untyped_storage().data_ptr())
+
+    def block_at(self, address: int) -> Block | None:
+        """The same by the address of the tensor's memory."""
+        return self._block_at.get(address)
 
     def add(self, block: Block, like: torch.Tensor, offset: int) -> torch.Tensor:
         """An uninitialized tensor as `like`, `offset` bytes from the block's beginning."""
