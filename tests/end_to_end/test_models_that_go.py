@@ -83,6 +83,21 @@ def test_a_session_lasts_as_long_as_one_of_two_models() -> None:
     assert backend.sessions() == [session]
 
 
+@pytest.mark.slow
+def test_a_session_outlives_parameters_that_are_replaced() -> None:
+    model = make(device_budget=UNLIMITED)
+    trained(model)
+    (session,) = backend.sessions()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(weights, assign=True)
+    gc.collect()
+    trained(model)
+    assert backend.sessions() == [session]
+    del model, weights, session
+    gc.collect()
+    assert not backend.sessions()
+
+
 def test_a_backward_after_its_model_is_gone() -> None:
     def result(**options: object) -> str:
         model = make(**options)
