@@ -24,12 +24,6 @@ def compiled_modules(config: Config) -> Iterator[nn.Module]:
             yield module
 
 
-def parameters_of_compiled(config: Config) -> Iterator[nn.Parameter]:
-    """Their parameters."""
-    for module in compiled_modules(config):
-        yield from module.parameters()
-
-
 def _context(module: nn.Module) -> OptimizeContext | None:
     """What runs the module's frames through Dynamo; None if it was not compiled."""
     own = vars(module)

@@ -5,6 +5,7 @@ good. So parameters hold the session, or the modules where those are replaced, a
 another model calls later finds a new one.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -40,7 +41,8 @@ class HeldSession:
         """Hold the session until all of these are gone, and those of other calls."""
         for owner in owners:
             if id(owner) not in self._owners:
-                self._owners[id(owner)] = weakref.ref(owner, _Ended(self, id(owner)))
+                ended = functools.partial(_disown, weakref.ref(self), id(owner))
+                self._owners[id(owner)] = weakref.ref(owner, ended)
 
     def knows(self, owner: object) -> bool:
         """True if the session is held for this one."""
@@ -61,26 +63,16 @@ class Lifeline:
     def __init__(self, held: HeldSession, inputs: Sequence[Any]) -> None:
         self._held = held
         self._indices = [i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)]
-        self._hold(inputs)
 
     def session(self, args: Sequence[Any]) -> Session:
         """The session that a call with these arguments belongs to."""
         # All that a model has comes and goes together: to look at one is enough.
         if self._indices and not self._held.knows(args[self._indices[0]]):
-            self._hold(args)
+            self._held.own(args[i] for i in self._indices)
         return self._held.session()
 
-    def _hold(self, args: Sequence[Any]) -> None:
-        self._held.own(args[i] for i in self._indices)
 
-
-class _Ended:
-    """Called when an owner is gone; holds nothing."""
-
-    def __init__(self, held: HeldSession, key: int) -> None:
-        self._held, self._key = weakref.ref(held), key
-
-    def __call__(self, _: object) -> None:
-        held = self._held()
-        if held is not None:
-            held.disown(self._key)
+def _disown(held: "weakref.ref[HeldSession]", key: int, _: object) -> None:
+    alive = held()
+    if alive is not None:
+        alive.disown(key)

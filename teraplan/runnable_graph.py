@@ -37,7 +37,7 @@ class RunnableGraph:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], held: HeldSession
     ) -> None:
         self._lifeline = Lifeline(held, example_inputs)
-        session = held.session()
+        session = self._lifeline.session(example_inputs)
         self._known = weakref.ref(session)
         """The session that knows of this graph."""
         self._moves_state = session.compiling(example_inputs)

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
 from teraplan.runtime import census, fallbacks
-from teraplan.runtime.compiled_modules import parameters_of_compiled
+from teraplan.runtime.compiled_modules import compiled_modules
 from teraplan.runtime.device import Device
 from teraplan.runtime.state.chunks import chunk_nbytes
 from teraplan.runtime.state.gradient_updates import GradientUpdates
@@ -122,9 +122,9 @@ class StateKeeper:
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
-        used = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
+        used: list[torch.Tensor] = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
         to_come = list(self._to_come(used)) if self._looks_ahead else []
-        self.expect(list(WeakIdKeyDictionary(dict.fromkeys([*used, *to_come]))))
+        self.expect(list(dict.fromkeys([*used, *to_come])))
         if self.state is not None:
             self.state.adopt_parameters(used)
             assert self._not_used is not None
@@ -133,7 +133,8 @@ class StateKeeper:
 
     def _to_come(self, used: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Parameters that graphs to come may use: of compiled modules, or trained with `used`."""
-        yield from parameters_of_compiled(self._config)
+        for module in compiled_modules(self._config):
+            yield from module.parameters()
         known = set(map(id, used))
         for optimizer in census.optimizers():
             if not known.isdisjoint(map(id, parameters_of(optimizer))):
@@ -164,7 +165,7 @@ class StateKeeper:
             if optimizer.state:
                 self._steps.take_in(optimizer)
 
-    def expect(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def expect(self, parameters: Sequence[torch.Tensor]) -> None:
         """These, on the device or on the meta device, are to be trained."""
         if not self._decided:
             self._decided = True

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from teraplan.errors import InfeasibleBudgetError
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_least, states
-from tests.end_to_end.training import Program, Run, assert_same, run, sessions
+from tests.end_to_end.training import UNLIMITED, Program, Run, assert_same, run, sessions
 
 WIDTH, ROWS, STEPS = 192, 128, 6
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -67,11 +67,12 @@ class Broken(nn.Module):
         return result
 
 
-def one_by_one(depth: int) -> Program:
-    """Blocks that are compiled each by itself."""
+def one_by_one(depth: int, *, frozen: int = 0) -> Program:
+    """Blocks that are compiled each by itself; the last few are in no optimizer."""
 
     def program(this: Run) -> None:
         blocks = nn.Sequential(*(Block() for _ in range(depth)))
+        blocks[depth - frozen :].requires_grad_(False)
         for block in blocks:
             this.compile(block)
         _train(this, blocks)
@@ -135,7 +136,7 @@ def before_a_wide_one(after_step: Callable[[], object]) -> Program:
 
 
 def _train(this: Run, model: nn.Module, after_step: Callable[[], object] = lambda: None) -> None:
-    optimizer = adamw(model.parameters())
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     random = torch.Generator().manual_seed(3)
     for _ in range(STEPS):
         loss = model(torch.randn(ROWS, WIDTH, generator=random)).square().mean()
@@ -151,7 +152,7 @@ def _least(program: Program) -> tuple[int, list[str]]:
 
     And what the status says of parameters for eager code.
     """
-    reference = run(program, device_budget=100 << 30, training_state="stays")
+    reference = run(program, device_budget=UNLIMITED, training_state="stays")
     others = budget_beside_others(0)
     limited = run_least(program, LAYER_BYTES)
     assert_same(reference, limited)
@@ -162,6 +163,13 @@ def _least(program: Program) -> tuple[int, list[str]]:
 
 def test_blocks_compiled_one_by_one_need_less_than_all_of_their_parameters() -> None:
     least, told = _least(one_by_one(depth=24))
+    assert least < 20 * LAYER_BYTES
+    assert not told
+
+
+@pytest.mark.slow
+def test_frozen_blocks_compiled_one_by_one_need_less_than_all_of_their_parameters() -> None:
+    least, told = _least(one_by_one(depth=24, frozen=23))
     assert least < 20 * LAYER_BYTES
     assert not told
 
@@ -199,7 +207,7 @@ def test_what_only_eager_code_uses_returns_where_there_is_room() -> None:
         model.beside.register_forward_hook(note)
         _train(this, model)
 
-    reference = run(program, device_budget=100 << 30, training_state="stays")
+    reference = run(program, device_budget=UNLIMITED, training_state="stays")
     inside.clear()
     budget = budget_beside_others(50 * LAYER_BYTES)
     limited = run(program, device_budget=budget, training_state="moves")
@@ -234,7 +242,7 @@ def test_a_later_graph_that_needs_more_has_it_in_the_first_step() -> None:
     budget = 0
     program = before_a_wide_one(lambda: left.append(budget - moving().limit_bytes))
     reference = run(
-        before_a_wide_one(lambda: None), device_budget=100 << 30, training_state="stays"
+        before_a_wide_one(lambda: None), device_budget=UNLIMITED, training_state="stays"
     )
     others = budget_beside_others(0)
     budget = others + 40 * LAYER_BYTES + 4 * WIDE_BYTES
