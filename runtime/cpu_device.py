@@ -8,24 +8,25 @@ import gc
 import platform
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from teraplan.errors import StorageFullError
 from teraplan.hardware import Hardware, Tier
-from teraplan.run_record import Direction, TransferRecord
+from teraplan.run_record import TransferRecord
 from teraplan.runtime import census, cpu_pool, fallbacks, process_memory
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Arrival, Beside, Copy, Device
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.pages import use_huge_pages, use_small_pages
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.resident_memory import ResidentMemory
-from teraplan.runtime.storage import Record, Storage, StoreInfo, Transfer
-from teraplan.units import format_nbytes
+from teraplan.runtime.storage import Storage, StoreInfo
+from teraplan.runtime.tiers import Moved, Tiers, record_of
 
 _RESERVED_FRACTION = 0.9
 """Share of the available memory that a budget left open takes."""
+_HOST_CAPACITY_FRACTION = 0.99
+"""Share of the host memory that plans may use: between tensors in it some stays free."""
 
 
 _HEAP = "tensors have their memory from the C library's heap, which keeps much of what is freed: {}"
@@ -44,84 +45,60 @@ _FAULT_NS_PER_BYTE = 0.25
 
 
 class _Copy(Copy):
-    """A tensor elsewhere: its first bytes in the host pool, the rest in a record of storage.
-
-    Where it is in one tier, the other part is missing.
-    """
+    """A tensor elsewhere: its first bytes in host memory, the rest in storage, or all in one."""
 
     def __init__(
         self, device: "CpuDevice", source: torch.UntypedStorage, label: str, *, host_bytes: int
     ) -> None:
-        self.nbytes, self.host_bytes, self.label = source.nbytes(), host_bytes, label
+        self.nbytes, self.label = source.nbytes(), label
         self.tier = Tier.HOST if host_bytes == self.nbytes else Tier.STORAGE
         address = source.data_ptr()
         self.pooled = device.pool.owns(address)
         self._left = False
         self._device = device
-        # Whatever of this fails, nothing has happened.
-        self.hosted: torch.Tensor | None = device.host_memory(host_bytes, label)
-        self.record: Record | None = None
-        if self.tier is Tier.STORAGE:
-            self.record = device.storage.put(
-                address + host_bytes,
-                self.nbytes - host_bytes,
-                owner=source,
-                label=label,
-            )
-        device.count_host(host_bytes)
-        if self.hosted is not None:  # while storage writes the rest
-            first = torch.empty(0, dtype=torch.uint8).set_(source, 0, (host_bytes,), (1,))
-            device.copy(self.hosted, first, label, Direction.OUT)
+        self.away = device.tiers.put(
+            *(address, self.nbytes), host_bytes=host_bytes, owner=source, label=label
+        )
+
+    @property
+    def remainder(self) -> tuple[int, int]:
+        """What an address that it lands at has to be, modulo what."""
+        (part,) = self.away.parts[-1:]  # the first part, in host memory, may lie anywhere
+        record = part.record
+        return (record.address_remainder - part.offset) % record.alignment, record.alignment
 
     def wait_out(self) -> int:
-        if self._left or self.record is None:
+        if self._left:
             return 0
-        waited = self._device.storage.wait(self.record.write, what=f"{self.label} to leave")
+        waited = self._device.tiers.wait(self.away.writes, what=f"{self.label} to leave")
         self._left = True
-        self._device.log_transfer(self.record.write, Tier.STORAGE)
+        self._device.log_transfers(self.away.writes)
         return waited
 
     def drop(self) -> None:
-        if self.record is not None:
-            self._device.storage.drop(self.record)
-        if self.hosted is not None:
-            self.hosted = None
-            self._device.count_host(-self.host_bytes)
+        self._device.tiers.drop(self.away)
 
 
 class _Arrival(Arrival):
+    """Takes memory in which a copy can lie as it did where it came from."""
+
     def __init__(self, copy: _Copy, device: "CpuDevice", *, urgent: bool) -> None:
         self._device, self._label = device, copy.label
-        self._offset = 0
-        self._transfer: Transfer | None = None
-        if copy.record is None:
-            self._landing = torch.empty(copy.nbytes, dtype=torch.uint8)
-        else:
-            self._start_reading(copy, copy.record, urgent)
-        if copy.host_bytes:
-            assert copy.hosted is not None, f"{copy.label}: its host copy has been dropped"
-            first = self._landing.narrow(0, self._offset, copy.host_bytes)
-            device.copy(first, copy.hosted, copy.label, Direction.BACK)
-
-    def _start_reading(self, copy: _Copy, record: Record, urgent: bool) -> None:
-        """Take memory in which the record can lie as it did where it came from."""
-        remainder = (record.address_remainder - copy.host_bytes) % record.alignment
+        remainder, alignment = copy.remainder
         # The pool's memory begins at a page, as that of the tensor did.
-        spare_bytes = remainder if copy.pooled else record.alignment
+        spare_bytes = remainder if copy.pooled else alignment - 1
         landing = torch.empty(copy.nbytes + spare_bytes, dtype=torch.uint8)
-        if copy.pooled and not self._device.pool.owns(landing.data_ptr()):
-            landing = torch.empty(copy.nbytes + record.alignment, dtype=torch.uint8)
+        if copy.pooled and not device.pool.owns(landing.data_ptr()):
+            landing = torch.empty(copy.nbytes + alignment, dtype=torch.uint8)
         address = landing.data_ptr()
-        self._landing, self._offset = landing, (remainder - address) % record.alignment
-        self._transfer = self._device.storage.get(
-            record, address + self._offset + copy.host_bytes, owner=landing, urgent=urgent
-        )
+        self._landing, self._offset = landing, (remainder - address) % alignment
+        self._reads = device.tiers.get(
+            copy.away, address + self._offset, owner=landing, urgent=urgent
+        ).reads
 
     def wait(self) -> tuple[torch.UntypedStorage, int, int]:
-        if self._transfer is None:
-            return self._landing.untyped_storage(), 0, 0
-        waited = self._device.storage.wait(self._transfer, what=f"{self._label} to come back")
-        self._device.log_transfer(self._transfer, Tier.STORAGE)
+        waited = self._device.tiers.wait(self._reads, what=f"{self._label} to come back")
+        self._device.log_transfers(self._reads)
         return self._landing.untyped_storage(), self._offset, waited
 
 
@@ -129,15 +106,18 @@ class CpuDevice(Device):
     """This process's memory as the device tier."""
 
     type = "cpu"
-    moves_state = True
 
     def __init__(self, *, storage: Storage, host_bytes: int, strict: bool = False) -> None:
         self.name = f"cpu {platform.machine()}"
         _alive.add(self)
-        self.host_budget_bytes = host_bytes
-        self.host_bytes = 0
         self.host_pool = PinnedPool(host_bytes, pin=None)
         self.storage = storage
+        host = None
+        if host_bytes:
+            host = Storage.in_memory(
+                self.host_pool, checksum=storage.checks, deadline_s=storage.deadline_s
+            )
+        self._tiers = Tiers(storage, host)
         self._malloc = Malloc()
         self._malloc.keep_for_reuse()
         self._exact = False
@@ -160,6 +140,10 @@ class CpuDevice(Device):
         """What the heap gave back when it was trimmed it takes again."""
 
     @property
+    def tiers(self) -> Tiers:
+        return self._tiers
+
+    @property
     def fallbacks(self) -> tuple[str, ...]:
         return (*super().fallbacks, *self._without_pool)
 
@@ -174,9 +158,9 @@ class CpuDevice(Device):
         return Hardware(
             device=self.name,
             device_capacity_bytes=self.capacity_bytes(),
-            host_capacity_bytes=self.host_budget_bytes - self.host_pool.in_use_bytes,
+            host_capacity_bytes=int(self.tiers.host_free_bytes * _HOST_CAPACITY_FRACTION),
             storage_capacity_bytes=storage.free_bytes + storage.bytes_in_use,
-            host_link=host_link("cpu") if self.host_budget_bytes else None,
+            host_link=host_link("cpu") if self.tiers.host is not None else None,
             storage_link=storage_link(directories, encrypt=storage.encrypts)
             if directories
             else None,
@@ -316,8 +300,11 @@ class CpuDevice(Device):
     def stores(self) -> tuple[StoreInfo, ...]:
         return self.storage.stores
 
+    def describe(self) -> str:
+        return self._tiers.describe()
+
     def close(self) -> None:
-        self.storage.close()
+        self.tiers.close()
         self.host_pool.close()
         cpu_pool.leave(self)
         _alive.discard(self)
@@ -361,57 +348,9 @@ class CpuDevice(Device):
         self._next_urgent_trim_ns = end_ns + int(cost_ns / _MOST_TIME_FOR_URGENT_TRIMS)
         self._sites_since_trim = 0
 
-    def log_transfer(self, transfer: Transfer, tier: Tier) -> None:
-        """Remember a finished transfer of the storage engine."""
-        self._transfers.append(
-            TransferRecord(
-                tensor=transfer.label,
-                nbytes=transfer.nbytes,
-                direction=transfer.direction,
-                tier=tier,
-                store=transfer.store,
-                start_ns=transfer.start_ns,
-                end_ns=transfer.end_ns,
-            )
-        )
-
-    def copy(
-        self, target: torch.Tensor, source: torch.Tensor, label: str, direction: Direction
-    ) -> None:
-        """Copy between device and host tier, which takes the computing thread, and remember it."""
-        start_ns = time.perf_counter_ns()
-        target.copy_(source)
-        self._transfers.append(
-            TransferRecord(
-                tensor=label,
-                nbytes=source.nbytes,
-                direction=direction,
-                tier=Tier.HOST,
-                store="",
-                start_ns=start_ns,
-                end_ns=time.perf_counter_ns(),
-            )
-        )
-
-    def count_host(self, nbytes: int) -> None:
-        """Copies in the host tier take so much more; what is updated on the host has the rest."""
-        self.host_bytes += nbytes
-        self.host_pool.limit_bytes = self.host_budget_bytes - self.host_bytes
-
-    def host_memory(self, nbytes: int, label: str) -> torch.Tensor | None:
-        """Memory of the host tier, None for no bytes.
-
-        Raises:
-            StorageFullError: the tier has not so much left.
-        """
-        taken = self.host_bytes + self.host_pool.in_use_bytes
-        if taken + nbytes > self.host_budget_bytes:
-            raise StorageFullError(
-                f"{label}: the host tier has {format_nbytes(self.host_budget_bytes)}, of which "
-                f"{format_nbytes(taken)} are taken; {format_nbytes(nbytes)} do not fit; "
-                "raise host_budget"
-            )
-        return torch.empty(nbytes, dtype=torch.uint8) if nbytes else None
+    def log_transfers(self, moves: Iterable[Moved]) -> None:
+        """Remember what has been moved."""
+        self._transfers += [record_of(move, move.transfer.label) for move in moves]
 
 
 _alive: "weakref.WeakSet[CpuDevice]" = weakref.WeakSet()

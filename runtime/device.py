@@ -21,6 +21,7 @@ from teraplan.run_record import TransferRecord
 from teraplan.runtime.host_lane import HostLane, PlainLane
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, StoreInfo
+from teraplan.runtime.tiers import Tiers
 
 MEASURED_WITHIN_BYTES = 2 << 20
 """So much free memory of a process may be counted as used, in one run more than in another."""
@@ -104,8 +105,6 @@ class SparePages(Protocol):
 class Device(ABC):
     """Memory and transfers of one device."""
 
-    moves_state = False
-    """True if parameters, gradients and optimizer state can leave it."""
     has_host_beside = False
     """True if the host's cores and memory are not the device's own."""
 
@@ -117,6 +116,16 @@ class Device(ABC):
     """What training state does not need others take, and the other way round."""
     host_pool: PinnedPool
     """Host memory for what is updated on the host's cores; part of the host budget."""
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """Where parameters, gradients and optimizer state can go; None: they cannot leave it."""
+        return None
+
+    @property
+    def moves_state(self) -> bool:
+        """True if they can."""
+        return self.tiers is not None
 
     def open_lane(self) -> HostLane:
         """Copies of gradients to the host's cores, and of parameters back."""
@@ -253,6 +262,10 @@ class Device(ABC):
     @abstractmethod
     def stores(self) -> tuple[StoreInfo, ...]:
         """The storage directories and how they are reached."""
+
+    def describe(self) -> str:
+        """What is on its way, for people. From anywhere, a signal handler too: takes no lock."""
+        return self.storage.describe()
 
     @abstractmethod
     def close(self) -> None:

@@ -11,20 +11,21 @@ import os
 import platform
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter_ns, sleep
 
 from teraplan.hardware import Link
+from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Record, Storage, Transfer
 from teraplan.runtime.storage.cache_directory import keep, load
 from teraplan.runtime.storage.file_system import disk_facts
-from teraplan.runtime.storage.memory import address_of, view
+from teraplan.runtime.storage.memory import address_of
 from teraplan.units import MIB, format_bandwidth, format_ns
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 _MAX_AGE_S = 14 * 24 * 3600.0
 _RECORD_BYTES = 16 * MIB
 _PHASE_NS = 250_000_000
@@ -60,7 +61,8 @@ def storage_link(
 def host_link(device: str | None = None, *, refresh: bool = False) -> Link | None:
     """Speed between `device` and host memory, None if there is no device beside the host.
 
-    For "cpu" it is a copy within host memory. Without `device` it is the accelerator, if any.
+    For "cpu" it is the way to memory outside of the process, which is its host tier. Without
+    `device` it is the accelerator, if any.
     """
     device = device or _accelerator()
     if device is None:
@@ -242,21 +244,15 @@ def _remembered(key: str) -> Link | None:
 
 
 def _measure_memory() -> Link:
-    with _Blocks(4) as blocks:
-        views = [view(address, _RECORD_BYTES) for address in blocks.addresses]
-        nbytes = 0
-        started_ns = perf_counter_ns()
-        while perf_counter_ns() - started_ns < _PHASE_NS:
-            for index, part in enumerate(views):
-                part[:] = views[index - 1]
-                nbytes += _RECORD_BYTES
-        speed = nbytes * 10**9 // (perf_counter_ns() - started_ns)
-    return Link(
-        out_bytes_per_s=speed,
-        back_bytes_per_s=speed,
-        out_while_back_bytes_per_s=speed // 2,  # one memory serves both
-        back_while_out_bytes_per_s=speed // 2,
-        latency_ns=10_000,
+    """Of the host tier of a CPU, with 192 MiB of memory."""
+    num_records = 4
+    room = PinnedPool(2 * num_records * _RECORD_BYTES, pin=None)
+    with Storage.in_memory(room) as storage, _Blocks(4) as blocks:
+        link = _StorageProbe(storage, blocks, num_records).link()
+    return replace(  # one memory serves both directions
+        link,
+        out_while_back_bytes_per_s=link.out_bytes_per_s // 2,
+        back_while_out_bytes_per_s=link.back_bytes_per_s // 2,
     )
 
 

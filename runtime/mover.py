@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from teraplan.errors import BudgetExceededError, DeadlineError, StorageError
+from teraplan.errors import BudgetExceededError, DeadlineError, StorageError, StorageFullError
 from teraplan.hardware import Tier
 from teraplan.run_record import StallRecord
 from teraplan.runtime.device import Copy, Device
@@ -141,11 +141,17 @@ class Mover:
         ways = [(tier, 0) for tier in tiers]
         if 0 < host_bytes < saved.nbytes:
             ways.insert(0, (Tier.STORAGE, host_bytes))
+        errors: list[StorageError | DeadlineError] = []
         for tier, part_bytes in ways:
             try:
-                return self._device.start_out(saved.tensor, tier, saved.name, host_bytes=part_bytes)
+                out = self._device.start_out(saved.tensor, tier, saved.name, host_bytes=part_bytes)
             except StorageError as error:
-                self.faults.append(_bare(error))
+                errors.append(_bare(error))
+            else:
+                # That one tier is full is no fault where another one has room.
+                self.faults += [e for e in errors if not isinstance(e, StorageFullError)]
+                return out
+        self.faults += errors
         return None
 
     def _give_back(self, saved: Saved) -> None:

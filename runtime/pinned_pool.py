@@ -134,6 +134,15 @@ class PinnedPool:
             self._take_back()
             return self.limit_bytes - self.in_use_bytes
 
+    def give_up(self, nbytes: int) -> bool:
+        """Let the limit be so much lower, for good; False if so much is not free."""
+        with self._lock:
+            self._take_back()
+            fits = nbytes <= self.limit_bytes - self.in_use_bytes
+            if fits:
+                self.limit_bytes -= nbytes
+        return fits
+
     def prepare(self) -> None:
         """Map and register all of it now: registering stops the device for a moment."""
         with self._lock:

@@ -186,16 +186,10 @@ class PlanMaker:
         *,
         recompute: bool | Sequence[int],
     ) -> Plan:
-        """A plan in which training state goes to storage, the only place that the runtime has."""
-        rules = dict[str, Tier]()
-        if hardware.host_link is not None:
-            moving = (t.name for t in trace.tensors if t.kind is not TensorKind.ACTIVATION)
-            rules = dict.fromkeys(moving, Tier.STORAGE)
         try:
             return make_plan(
                 *(trace, hardware, budgets),
                 policy=self._config.policy,
-                rules=rules,
                 recompute=recompute,
             )
         except InfeasibleBudgetError:
@@ -268,14 +262,6 @@ def _recomputed_by(plan: Plan | None, trace: StepTrace) -> bool | Sequence[int]:
 
 
 def _require_possible_here(plan: Plan, path: str) -> None:
-    for migration in plan.migrations:
-        tensor = plan.trace.tensors[migration.tensor_id]
-        hosted = migration.tier is Tier.HOST or migration.host_bytes > 0
-        if hosted and tensor.kind is not TensorKind.ACTIVATION:
-            raise UnsupportedError(
-                f"{path}: {tensor.name} goes to host memory in this plan, and training state goes "
-                "to storage only; plan again with a rule that says so"
-            )
     if plan.host_updates:
         raise UnsupportedError(
             f"{path}: {len(plan.host_updates)} updates run on the host's cores in this plan; plans "

@@ -4,11 +4,11 @@ import bisect
 import dataclasses
 from collections.abc import Iterator
 
-from teraplan.hardware import Tier
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord, TransferRecord
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.recorder import StepRecorder
+from teraplan.runtime.tiers import record_of
 from teraplan.step_trace import StepTrace
 
 
@@ -58,18 +58,10 @@ def _device_stalls(device: Device, recorder: StepRecorder) -> Iterator[StallReco
 def _of_state(engine: Engine, recorder: StepRecorder) -> Iterator[TransferRecord]:
     if engine.training_state is None:
         return
-    for block, transfer in engine.training_state.arena.log.transfers:
+    for block, move in engine.training_state.arena.log.moves:
         name = recorder.state.name_of(block)
         if name is not None:
-            yield TransferRecord(
-                tensor=name,
-                nbytes=transfer.nbytes,
-                direction=transfer.direction,
-                tier=Tier.STORAGE,
-                store=transfer.store,
-                start_ns=transfer.start_ns,
-                end_ns=transfer.end_ns,
-            )
+            yield record_of(move, name)
 
 
 def _waits_for_state(engine: Engine, recorder: StepRecorder) -> Iterator[StallRecord]:

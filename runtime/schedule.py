@@ -6,12 +6,22 @@ class is counted from 0.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from teraplan.hardware import Tier
 from teraplan.memory_curve import fixed_curve, managed_curve, peak
 from teraplan.plan import Migration, Plan
 from teraplan.runtime.recorder import SiteKey
 from teraplan.runtime.state.block import Block
 from teraplan.step_trace import Site, TensorKind
+
+
+class Departure(NamedTuple):
+    """A tensor of the training state that leaves."""
+
+    number: int
+    host_bytes: int
+    """So many of its first bytes go to host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +34,9 @@ class Actions:
     """Tensors whose bytes must have left."""
     back: tuple[int, ...] = ()
     """Tensors to start bringing back."""
-    state_leave: tuple[int, ...] = ()
+    state_leave: tuple["Departure", ...] = ()
     """The same for training state."""
-    state_gone: tuple[int, ...] = ()
+    state_gone: tuple["Departure", ...] = ()
     state_back: tuple[int, ...] = ()
 
 
@@ -83,6 +93,12 @@ class Schedule:
             if number in self.state_blocks:
                 yield self.state_blocks[number]
 
+    def departures(self, wanted: Iterable[Departure]) -> Iterator[tuple[Block, int]]:
+        """The same, with the bytes that go to host memory."""
+        for number, host_bytes in wanted:
+            if number in self.state_blocks:
+                yield self.state_blocks[number], host_bytes
+
     def expects(self, site: int, key: SiteKey) -> bool:
         """True if `key` is what the plan has at `site`."""
         return site < len(self._keys) and self._keys[site] == key
@@ -109,9 +125,9 @@ class Schedule:
                 leave=tuple(self._saved(leave.get(site, ()))),
                 gone=tuple(m.tensor_id for m in self._saved(gone.get(site, ()))),
                 back=tuple(m.tensor_id for m in self._saved(back.get(site, ()))),
-                state_leave=self._state(leave.get(site, ())),
-                state_gone=self._state(gone.get(site, ())),
-                state_back=self._state(back.get(site, ())),
+                state_leave=self._departures(leave.get(site, ())),
+                state_gone=self._departures(gone.get(site, ())),
+                state_back=tuple(m.number for m in self._departures(back.get(site, ()))),
             )
             for site in gone.keys() | back.keys() | leave.keys()
         }
@@ -119,9 +135,17 @@ class Schedule:
     def _saved(self, migrations: Iterable[Migration]) -> list[Migration]:
         return [m for m in migrations if m.tensor_id < self._num_activations]
 
-    def _state(self, migrations: Iterable[Migration]) -> tuple[int, ...]:
-        found = [m.tensor_id - self._num_activations for m in migrations]
-        return tuple(number for number in found if number >= 0)
+    def _departures(self, migrations: Iterable[Migration]) -> tuple[Departure, ...]:
+        """Of the training state."""
+        return tuple(
+            Departure(m.tensor_id - self._num_activations, self._host_bytes(m))
+            for m in migrations
+            if m.tensor_id >= self._num_activations
+        )
+
+    def _host_bytes(self, migration: Migration) -> int:
+        parts = migration.parts(self.step.tensors[migration.tensor_id].nbytes)
+        return sum(nbytes for tier, nbytes in parts if tier is Tier.HOST)
 
 
 def _grouped(migrations: Iterable[tuple[int, Migration]]) -> dict[int, list[Migration]]:

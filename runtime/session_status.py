@@ -27,7 +27,7 @@ def describe(session: "Session") -> str:
     return (
         f"teraplan on {session.device.name}: step {session.steps}, after site {site}, {plan}; "
         f"{format_nbytes(engine.mover.managed_bytes)} of saved activations on the device, "
-        f"{len(engine.mover.faults)} faults in this step\n{session.device.storage.describe()}"
+        f"{len(engine.mover.faults)} faults in this step\n{session.device.describe()}"
     )
 
 
@@ -89,6 +89,8 @@ def _of_state(state: TrainingState) -> dict[str, object]:
         "moving_state_budget_bytes": state.limit_bytes,
         "state_written_bytes": state.last_step.written_bytes,
         "state_read_bytes": state.last_step.read_bytes,
+        "state_to_host_bytes": state.last_step.to_host_bytes,
+        "state_from_host_bytes": state.last_step.from_host_bytes,
         "state_wait_ns": state.last_step.waited_ns,
     }
 

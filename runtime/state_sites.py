@@ -86,7 +86,9 @@ class StateSites:
 
     def begin_step(self, schedule: Schedule | None) -> None:
         """A step begins, under a plan or without one."""
-        self._state.follow_plan(schedule is not None and schedule.moves_state)
+        follows = schedule is not None and schedule.moves_state
+        host_bytes = schedule.plan.prediction.host_peak_bytes if schedule is not None else 0
+        self._state.follow_plan(follows, host_bytes=host_bytes)
         self._state.arena.log.clear()
 
     def diverge(self) -> int:
@@ -97,10 +99,10 @@ class StateSites:
     def act(self, schedule: Schedule, site: int) -> None:
         """Do what the plan says of training state at a site."""
         actions, arena = schedule.actions(site), self._state.arena
-        for block in schedule.blocks(actions.state_leave):
-            arena.send_out(block)
-        for block in schedule.blocks(actions.state_gone):
-            arena.see_out(block)
+        for block, host_bytes in schedule.departures(actions.state_leave):
+            arena.send_out(block, host_bytes)
+        for block, host_bytes in schedule.departures(actions.state_gone):
+            arena.see_out(block, host_bytes)
         arena.keep_to(schedule.state_limits_bytes[site])
         for block in schedule.blocks(actions.state_back):
             arena.fetch(block)

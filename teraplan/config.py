@@ -102,8 +102,8 @@ class Config:
     """Most device memory that the step may use. None: what is free on the device at the start."""
     host_budget: Budget | None = None
     """Most host memory that tensors may be moved to, staging included. None: a safe part of
-    what is free; on a CPU, whose memory is the device itself, nothing. Zero keeps tensors out of
-    host memory."""
+    what is free; on a CPU, whose memory is the device itself, nothing: what is given is taken
+    outside of the process's resident set. Zero keeps tensors out of host memory."""
     storage: tuple[str, ...] = ()
     """Directories for tensors on NVMe; several are striped. Empty: a private temporary
     directory on a real disk."""

@@ -79,6 +79,9 @@ class Status:
     state_written_bytes: int = -1
     """To storage in the last step; unchanged parameters cause no writes."""
     state_read_bytes: int = -1
+    state_to_host_bytes: int = -1
+    """To host memory in that step."""
+    state_from_host_bytes: int = -1
     state_wait_ns: int = -1
     """Waits for them in the last step."""
     updates_in_backward: int = -1
@@ -144,6 +147,11 @@ class Status:
                 f"  written / read per step    {_bytes(self.state_written_bytes)}"
                 f" / {_bytes(self.state_read_bytes)}, waits {_time(self.state_wait_ns)}",
             ]
+            if self.state_to_host_bytes > 0 or self.state_from_host_bytes > 0:
+                lines.append(
+                    f"  to / from host per step    {_bytes(self.state_to_host_bytes)}"
+                    f" / {_bytes(self.state_from_host_bytes)}"
+                )
         if self.updates_in_backward >= 0:
             lines.append(
                 f"  updates in backward / step {self.updates_in_backward} / {self.updates_in_step}"

@@ -1,10 +1,10 @@
-"""The memory of the training state: which tensors are in it, which are in the spill file.
+"""The memory of the training state: which tensors are in it, which are away.
 
     allocate -> use .. done -> leave -> prefetch -> use ..        the tensor is freed -> forgotten
 
-Between `use` and `done` a block is in memory. Otherwise it may be away, and its address shows the
-spill file (see `pages`). At no time do blocks and waiting pages take more than `limit_bytes`,
-unless what is in use at once does.
+Between `use` and `done` a block is in memory. Otherwise it may be away, in host memory or storage,
+and its address shows the file in which it lies (see `pages`). At no time do blocks and waiting
+pages take more than `limit_bytes`, unless what is in use at once does.
 
 Unchanged bytes are not written again: a digest of what was written is compared with what is there.
 That is exact, whoever may have written to the tensor meanwhile.
@@ -24,16 +24,16 @@ from teraplan.runtime.state.held_pages import HeldPages
 from teraplan.runtime.state.move_log import MoveLog
 from teraplan.runtime.state.tenants import Tenants
 from teraplan.runtime.state.timeline import NEVER, Timeline
-from teraplan.runtime.storage import Storage
 from teraplan.runtime.storage.memory import digest
+from teraplan.runtime.tiers import Tiers
 
 
 class StateArena:
-    """Blocks in memory and in storage. One thread at a time, but for tensors that end."""
+    """Blocks in memory and below it. One thread at a time, but for tensors that end."""
 
-    def __init__(self, storage: Storage, limit_bytes: int) -> None:
-        self.storage = storage
-        """What is away stays readable when it is closed, as long as the tensor lives."""
+    def __init__(self, tiers: Tiers, limit_bytes: int) -> None:
+        self.tiers = tiers
+        """What is away stays readable when they are closed, as long as the tensor lives."""
         self.limit_bytes = limit_bytes
         self.blocks: dict[Block, None] = {}
         """All that there are, in the order in which they were made."""
@@ -43,6 +43,8 @@ class StateArena:
         self.make_room: Callable[[int], object] | None = None
         """Called before so many bytes more are held, where something else may be in their place."""
         self.timeline = Timeline()
+        self.planned_host_bytes = 0
+        """What a plan takes of host memory: the rest is for what leaves otherwise."""
         self.overrun_bytes = 0
         """The most that blocks in use at once have taken beyond the limit."""
         self.lock = threading.RLock()
@@ -54,7 +56,7 @@ class StateArena:
         self._in_memory: OrderedDict[Block, None] = OrderedDict()
         """Least recently used first."""
         self.shown: OrderedDict[Block, None] = OrderedDict()
-        """Where the spill file is shown."""
+        """Where a file is shown."""
         self._coming: set[Block] = set()
         """Of `shown`, those that are being read into fresh pages, and some that have been."""
         self._leaving: deque[Block] = deque()
@@ -172,6 +174,7 @@ class StateArena:
                 self._bring(block)
             if writes:
                 block.changed = True
+                self._free_host(block)
             self._in_memory.move_to_end(block)
 
     def bring_all(self, blocks: Iterable[Block]) -> None:
@@ -184,7 +187,7 @@ class StateArena:
                 block.leaving = False
             try:
                 for block in blocks:
-                    if block.place is Place.STORAGE:
+                    if block.place is Place.AWAY:
                         self._start_back(block, urgent=True)
             finally:
                 for block in blocks:
@@ -224,23 +227,26 @@ class StateArena:
             self._settle()
             self._make_room(0)
 
-    def send_out(self, block: Block) -> None:
-        """Start copying the block out, unless it is in use."""
+    def send_out(self, block: Block, host_bytes: int = 0) -> None:
+        """Start copying the block out, its first bytes to host memory, unless it is in use.
+
+        Where a tier has no room for its part, all goes to the other. What has a record goes there.
+        """
         with self.lock:
             if self._is_here(block) and not block.uses and not block.leaving:
-                self._start_leaving(block)
+                self._start_leaving(block, host_bytes)
 
-    def see_out(self, block: Block) -> None:
+    def see_out(self, block: Block, host_bytes: int = 0) -> None:
         """Wait until the block has left, unless it is in use."""
         with self.lock:
-            self.send_out(block)
+            self.send_out(block, host_bytes)
             while self._is_here(block) and block.leaving:
                 self._finish_leaving(block)
 
     def fetch(self, block: Block) -> None:
         """Start bringing the block back, if it is away."""
         with self.lock:
-            if block in self.blocks and block.place is Place.STORAGE:
+            if block in self.blocks and block.place is Place.AWAY:
                 self._start_back(block)
 
     def _is_here(self, block: Block) -> bool:
@@ -252,11 +258,11 @@ class StateArena:
 
     # -- going out -------------------------------------------------------------------------------
 
-    def _start_leaving(self, block: Block) -> None:
+    def _start_leaving(self, block: Block, host_bytes: int | None = None) -> None:
         address, nbytes = block.address, block.nbytes
         if block.record is not None and not block.leaving:
             if not block.changed and is_as_written(block):
-                if block.record.write.done:
+                if block.record.done:
                     self._take_out(block)
                     return
             else:
@@ -264,11 +270,18 @@ class StateArena:
         if block.record is None:
             block.digest = digest(address, nbytes)
             block.epoch = self._epoch
-            block.record = self.storage.put(
-                *(address, nbytes), owner=block, label=block.label, is_compared=True
+            if host_bytes is None:
+                goes = self.tiers.has_host_room(nbytes, beside_bytes=self.planned_host_bytes)
+                host_bytes = nbytes if goes else 0
+            block.record = self.tiers.put_where_there_is_room(
+                *(address, nbytes),
+                host_bytes=host_bytes,
+                owner=block,
+                label=block.label,
+                is_compared=True,
             )
             block.changed = False
-            self.log.written_bytes += nbytes
+            self.log.count(block.record.writes)
         block.leaving = True
         self._leaving.append(block)
 
@@ -278,7 +291,7 @@ class StateArena:
             block = self._leaving.popleft()
             if not block.leaving or block.record is None:
                 continue
-            if block.record.write.done:
+            if block.record.done:
                 self._finish_leaving(block)
             else:
                 self._leaving.append(block)
@@ -287,7 +300,7 @@ class StateArena:
     def _finish_leaving(self, block: Block) -> None:
         """The record is written: if the block still holds the same bytes, it goes."""
         assert block.record is not None
-        self.log.wait(self.storage, block, block.record.write, "to leave")
+        self.log.wait(self.tiers, block, block.record.writes, "to leave")
         same_epoch = block.epoch == self._epoch
         if block.changed or not (same_epoch or is_as_written(block)):
             self._drop_record(block)
@@ -297,16 +310,21 @@ class StateArena:
 
     def _take_out(self, block: Block) -> None:
         """The block's bytes are in its record: free its pages, show the record in their place."""
-        waiting = page_moves.take_out(block, self.storage)
+        waiting = page_moves.take_out(block, self.tiers)
         self._give(waiting, block.nbytes)
-        block.place, block.leaving, block.touched = Place.STORAGE, False, False
+        block.place, block.leaving, block.touched = Place.AWAY, False, False
         del self._in_memory[block]
         self._away[block.key] = block
         self.shown[block] = None
 
+    def _free_host(self, block: Block) -> None:
+        """Give back what a record that is of no more use takes of host memory."""
+        if block.record is not None and block.record.takes_host and block.record.done:
+            self._drop_record(block)
+
     def _drop_record(self, block: Block) -> None:
         if block.record is not None:
-            self.storage.drop(block.record)
+            self.tiers.drop(block.record)
         block.record, block.changed, block.leaving = None, True, False
 
     # -- coming back -----------------------------------------------------------------------------
@@ -316,17 +334,17 @@ class StateArena:
         block.landing, is_touched = self._pages(block.nbytes)
         self._away.pop(block.key, None)
         block.epoch = self._epoch
-        block.arrival = self.storage.get(block.record, block.landing, owner=block, urgent=urgent)
+        block.arrival = self.tiers.get(block.record, block.landing, owner=block, urgent=urgent)
         block.place = Place.COMING
         if not is_touched:
             self._coming.add(block)
-        self.log.read_bytes += block.nbytes
+        self.log.count(block.arrival.reads)
 
     def _bring(self, block: Block) -> None:
-        if block.place is Place.STORAGE:
+        if block.place is Place.AWAY:
             self._start_back(block, urgent=True)
         assert block.arrival is not None
-        self.log.wait(self.storage, block, block.arrival, "to come back")
+        self.log.wait(self.tiers, block, block.arrival.reads, "to come back")
         page_moves.land(block)
         del self.shown[block]
         block.arrival, block.landing, block.place = None, 0, Place.MEMORY
@@ -386,7 +404,7 @@ class StateArena:
         for _ in range(len(self._emptied)):
             block = self._emptied.popleft()
             busy = block.arrival is not None and not block.arrival.done
-            if busy or (block.record is not None and not block.record.write.done):
+            if busy or (block.record is not None and not block.record.done):
                 self._emptied.append(block)
                 continue
             self._forget(block)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from teraplan.runtime.storage import Record, Transfer
+from teraplan.runtime.tiers import Away, Return
 from teraplan.step_trace import TensorKind
 
 Key = tuple[TensorKind, int]
@@ -15,8 +15,9 @@ class Place(StrEnum):
 
     MEMORY = "memory"
     COMING = "coming"
-    """In storage; a read into other pages is under way."""
-    STORAGE = "storage"
+    """Away; a read into other pages is under way."""
+    AWAY = "away"
+    """In host memory or storage."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +35,7 @@ class Block:
     address: int
     nbytes: int
     place: Place = Place.MEMORY
-    record: Record | None = None
+    record: Away | None = None
     digest: int = 0
     """Of the bytes that the record was made of."""
     changed: bool = True
@@ -47,7 +48,7 @@ class Block:
     """Uses under way: it must stay in memory."""
     epoch: int = 0
     """When the record was made, or the read begun."""
-    arrival: Transfer | None = None
+    arrival: Return | None = None
     landing: int = 0
     """Address of the pages that the read goes to."""
     position: int | None = None
@@ -77,4 +78,4 @@ class Block:
     @property
     def held(self) -> bool:
         """True if it takes memory."""
-        return self.place is not Place.STORAGE
+        return self.place is not Place.AWAY

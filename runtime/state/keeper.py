@@ -251,7 +251,9 @@ class StateKeeper:
         limit_bytes = int(max(0, left_bytes) * _FIRST_SHARE)
         chunk_bytes = chunk_nbytes(self._device.hardware().storage_link, limit_bytes)
         device, at_gradients = self._device, self._config.update == "gradient"
-        self.state = TrainingState(device.storage, limit_bytes, chunk_bytes=chunk_bytes)
+        tiers = device.tiers
+        assert tiers is not None, "else it would not move"
+        self.state = TrainingState(tiers, limit_bytes, chunk_bytes=chunk_bytes)
         self.state.make_room, self.state.spare_pages = device.make_room, device.spare_pages
         device.keeps_beside(self.state.arena)
         self._not_used = NotUsedYet(self.state, lambda: self._least_bytes)  # its hook is the first

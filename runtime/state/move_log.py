@@ -1,11 +1,15 @@
 """What moving training state has cost: bytes, waits and transfers."""
 
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
+from teraplan.hardware import Tier
+from teraplan.run_record import Direction
 from teraplan.runtime.state.block import Block
-from teraplan.runtime.storage import Storage, Transfer
+from teraplan.runtime.tiers import Moved, Tiers
 
 _KEPT = 10_000
 """Of waits and transfers that nobody asks for, the latest."""
@@ -20,25 +24,57 @@ class StateWait(NamedTuple):
     duration_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What moving has cost."""
+
+    written_bytes: int = 0
+    """To storage."""
+    read_bytes: int = 0
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
+    waited_ns: int = 0
+
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
 class MoveLog:
     """Waits for transfers, and notes them."""
 
     def __init__(self) -> None:
-        self.written_bytes = self.read_bytes = 0
+        self._moved_bytes: Counter[tuple[Tier, Direction]] = Counter()
         self.waited_ns = 0
         self.waits: deque[StateWait] = deque(maxlen=_KEPT)
         """Since the last `clear`."""
-        self.transfers: deque[tuple[Block, Transfer]] = deque(maxlen=_KEPT)
+        self.moves: deque[tuple[Block, Moved]] = deque(maxlen=_KEPT)
         """Those that have ended since."""
 
-    def wait(self, storage: Storage, block: Block, transfer: Transfer, what: str) -> None:
-        """Wait for a transfer of a block.
+    @property
+    def traffic(self) -> Traffic:
+        """All that moving has cost so far."""
+        moved = self._moved_bytes
+        return Traffic(
+            written_bytes=moved[Tier.STORAGE, Direction.OUT],
+            read_bytes=moved[Tier.STORAGE, Direction.BACK],
+            to_host_bytes=moved[Tier.HOST, Direction.OUT],
+            from_host_bytes=moved[Tier.HOST, Direction.BACK],
+            waited_ns=self.waited_ns,
+        )
+
+    def count(self, moves: Sequence[Moved]) -> None:
+        """These have been started."""
+        for move in moves:
+            self._moved_bytes[move.tier, move.transfer.direction] += move.transfer.nbytes
+
+    def wait(self, tiers: Tiers, block: Block, moves: Sequence[Moved], what: str) -> None:
+        """Wait for the transfers of a block.
 
         Raises:
-            StorageError, DeadlineError: it has failed, or takes too long.
+            StorageError, DeadlineError: one has failed, or takes too long.
         """
-        waited_ns = storage.wait(transfer, what=f"{block.label} {what}")
-        self.transfers.append((block, transfer))
+        waited_ns = tiers.wait(moves, what=f"{block.label} {what}")
+        self.moves.extend((block, move) for move in moves)
         if waited_ns > 0:
             self.waited_ns += waited_ns
             self.waits.append(StateWait(block, time.perf_counter_ns() - waited_ns, waited_ns))
@@ -46,4 +82,4 @@ class MoveLog:
     def clear(self) -> None:
         """Another step begins."""
         self.waits.clear()
-        self.transfers.clear()
+        self.moves.clear()

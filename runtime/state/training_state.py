@@ -2,13 +2,12 @@
 
 Compiled graphs call `acquire` before the first and `release` after the last use of a parameter, and
 `settle` where a gradient is complete; the optimizer's buckets call `using`. What is not asked for
-stays right all the same: its address shows the spill file.
+stays right all the same: its address shows where it lies.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -26,25 +25,10 @@ from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.gradient_hooks import watch_gradient
 from teraplan.runtime.state.lease import span_nbytes
 from teraplan.runtime.state.movable import is_movable, is_shared
+from teraplan.runtime.state.move_log import Traffic
 from teraplan.runtime.state.trimmer import Trimmer
-from teraplan.runtime.storage import Storage
+from teraplan.runtime.tiers import Tiers
 from teraplan.step_trace import TensorKind
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What moving has cost."""
-
-    written_bytes: int = 0
-    read_bytes: int = 0
-    waited_ns: int = 0
-
-    def __sub__(self, other: "Traffic") -> "Traffic":
-        return Traffic(
-            self.written_bytes - other.written_bytes,
-            self.read_bytes - other.read_bytes,
-            self.waited_ns - other.waited_ns,
-        )
 
 
 class Sites(Protocol):
@@ -68,8 +52,8 @@ class Sites(Protocol):
 class TrainingState:
     """See the module's text. Its methods are called by the training thread."""
 
-    def __init__(self, storage: Storage, limit_bytes: int, *, chunk_bytes: int = 0) -> None:
-        self.arena = StateArena(storage, limit_bytes)
+    def __init__(self, tiers: Tiers, limit_bytes: int, *, chunk_bytes: int = 0) -> None:
+        self.arena = StateArena(tiers, limit_bytes)
         self._chunks = Chunks(self.arena, chunk_bytes)
         self.limit_bytes = limit_bytes
         """The most memory that it takes while no plan says anything else."""
@@ -229,7 +213,7 @@ class TrainingState:
 
     def _begin_step(self) -> None:
         arena = self.arena
-        now = Traffic(arena.log.written_bytes, arena.log.read_bytes, arena.waited_ns)
+        now = arena.log.traffic
         self.last_step, self._before = now - self._before, now
         changed = arena.timeline.begin_step()
         if changed or self._leaves_limit != self.limit_bytes:
@@ -239,12 +223,14 @@ class TrainingState:
         if self.at_gradients is not None:
             self.at_gradients.begin_step()
 
-    def follow_plan(self, follows: bool) -> None:
+    def follow_plan(self, follows: bool, *, host_bytes: int = 0) -> None:
         """From now on a plan says what leaves and comes back, and how much memory there is; or not.
 
+        `host_bytes`: the most host memory that it takes.
         What it says of a tensor may turn out wrong: what is used is brought, whatever it says.
         """
         self._follows_plan = follows
+        self.arena.planned_host_bytes = host_bytes
         self.arena.make_room = self.make_room if follows else None
         self.arena.memory.spare = self.spare_pages if follows else None
         if not follows:

@@ -80,7 +80,7 @@ def _drop_touched(arena: StateArena, nbytes: int) -> None:
                 pages.drop_mapped(block.address, block.nbytes)
                 assert block.record is not None
                 with suppress(OSError):  # closed, at exit or by a collection in this very thread
-                    for fd, offset, length in arena.storage.pieces(block.record):
+                    for fd, offset, length in arena.tiers.pieces(block.record):
                         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
                 nbytes -= found
                 if nbytes <= 0:

@@ -9,8 +9,11 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from os import posix_fallocate
+from pathlib import Path
 
+from teraplan.runtime.storage.file_system import available_bytes
 from teraplan.runtime.storage.memory import digest
+from teraplan.units import MIB
 
 _log = logging.getLogger(__name__)
 _CANNOT_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
@@ -31,12 +34,18 @@ class Arena(ABC):
         memory_alignment: addresses of chunks are multiples of it.
         block_bytes: file offsets and lengths of chunks are multiples of it.
         takes_device_memory: addresses are those of the accelerator, not of the host.
+        grow_bytes: what the file grows by at least, if there is so much.
+        room: what people call the space that the file grows into: "free on disk".
+        remedy: what people can do where the file cannot grow.
     """
 
     path: str
     memory_alignment: int
     block_bytes: int
     takes_device_memory: bool = False
+    grow_bytes: int = 256 * MIB
+    room: str = "free on disk"
+    remedy: str = "free space there, or name another storage directory"
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -67,6 +76,10 @@ class Arena(ABC):
                 raise
             _log.debug("file system cannot preallocate; a full disk will show in a write")
             os.ftruncate(self.fd, size_bytes + nbytes)
+
+    def available_bytes(self, directory: Path) -> int:
+        """How much longer the file, which is in `directory`, can get."""
+        return available_bytes(directory)
 
     def close(self) -> None:
         """Closes, and as the file has no name thereby deletes it. Call it with no I/O running."""

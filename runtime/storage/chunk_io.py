@@ -7,7 +7,6 @@ from pathlib import Path
 from teraplan.errors import IntegrityError, StorageError, StorageFullError
 from teraplan.run_record import Direction
 from teraplan.runtime.storage.arena import Arena
-from teraplan.runtime.storage.file_system import available_bytes
 from teraplan.runtime.storage.transfers import Chunk
 from teraplan.units import format_nbytes
 
@@ -31,7 +30,7 @@ def move(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None
     except IntegrityError:
         raise
     except OSError as error:
-        named = _named(error, chunk, directory)
+        named = _named(error, chunk, arena, directory)
         if error.errno not in _MAY_PASS:
             raise named from error
         _log.warning("%s; trying once more", named)
@@ -40,7 +39,7 @@ def move(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None
         except IntegrityError:
             raise
         except OSError as second:
-            raise _named(second, chunk, directory) from second
+            raise _named(second, chunk, arena, directory) from second
 
 
 def _move_once(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
@@ -90,7 +89,7 @@ def _verify(arena: Arena, chunk: Chunk, directory: Path) -> None:
     )
 
 
-def _named(error: OSError, chunk: Chunk, directory: Path) -> StorageError:
+def _named(error: OSError, chunk: Chunk, arena: Arena, directory: Path) -> StorageError:
     is_write = chunk.transfer.direction is Direction.OUT
     kind = StorageFullError if is_write and error.errno in FULL else StorageError
     text = error.strerror or str(error)
@@ -99,11 +98,11 @@ def _named(error: OSError, chunk: Chunk, directory: Path) -> StorageError:
         f"{chunk.transfer.label}: {'write' if is_write else 'read'} of "
         f"{format_nbytes(chunk.nbytes)} at offset {chunk.place.offset} of the spill file in "
         f"{directory} failed ({cause})"
-        + (_full_advice(directory) if kind is StorageFullError else "")
+        + (_full_advice(arena, directory) if kind is StorageFullError else "")
     )
     named.errno = error.errno
     return named
 
 
-def _full_advice(directory: Path) -> str:
-    return f"; {format_nbytes(available_bytes(directory))} are free there"
+def _full_advice(arena: Arena, directory: Path) -> str:
+    return f"; {format_nbytes(arena.available_bytes(directory))} are free there"

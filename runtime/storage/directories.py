@@ -14,6 +14,7 @@ from teraplan.runtime.storage.encrypted_arena import EncryptedArena
 from teraplan.runtime.storage.file_system import DiskFacts, available_bytes, disk_facts
 from teraplan.runtime.storage.kvikio_arena import KvikioGdsArena, KvikioHostArena
 from teraplan.runtime.storage.kvikio_probe import probe
+from teraplan.runtime.storage.memory_arena import MemoryArena, Room
 from teraplan.runtime.storage.posix_arena import BufferedArena, DirectArena
 
 _log = logging.getLogger(__name__)
@@ -67,6 +68,14 @@ def open_directory(
             ) from error
         raise
     return OpenedDirectory(directory=directory, arena=arena, disk=disk, fallbacks=fallbacks)
+
+
+def open_memory(room: Room) -> OpenedDirectory:
+    """Host memory as if it were a directory, as much as `room` has."""
+    disk = DiskFacts(file_system="memory", device="", disk="")
+    return OpenedDirectory(
+        directory=Path("host memory"), arena=MemoryArena(room), disk=disk, fallbacks=()
+    )
 
 
 def why_not(path: str, directory: Path) -> str:

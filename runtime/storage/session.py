@@ -13,8 +13,13 @@ from types import TracebackType
 from teraplan.errors import ConfigError, StorageError
 from teraplan.runtime.locks import if_free
 from teraplan.runtime.storage.describe import store_lines
-from teraplan.runtime.storage.directories import OpenedDirectory, open_directory, why_not
-from teraplan.runtime.storage.file_system import available_bytes
+from teraplan.runtime.storage.directories import (
+    OpenedDirectory,
+    open_directory,
+    open_memory,
+    why_not,
+)
+from teraplan.runtime.storage.memory_arena import Room
 from teraplan.runtime.storage.store import WORKERS, Store, Workers
 from teraplan.runtime.storage.traffic import Traffic
 from teraplan.runtime.storage.transfers import Record, Transfer
@@ -66,7 +71,7 @@ class Storage:
     ) -> None:
         self.encrypts = encrypt
         self._opened = tuple(opened)
-        self._deadline_s = deadline_s
+        self.deadline_s, self.checks = deadline_s, checksum
         self._owner_pid = os.getpid()
         self._closed = False
         self._closing = threading.Lock()
@@ -134,6 +139,14 @@ class Storage:
             opened, checksum=checksum, deadline_s=deadline_s, workers=workers, encrypt=encrypt
         )
 
+    @classmethod
+    def in_memory(cls, room: Room, *, checksum: bool = True, deadline_s: float = 60.0) -> "Storage":
+        """Host memory outside of the process's resident set, as one store that is no directory.
+
+        `room`: what it takes as it grows.
+        """
+        return cls([open_memory(room)], checksum=checksum, deadline_s=deadline_s)
+
     def __enter__(self) -> "Storage":
         return self
 
@@ -173,7 +186,7 @@ class Storage:
         in_files = 0
         for one, store in zip(self._opened, self.traffic.stores, strict=True):
             if store.why_retired is None:
-                on_disks[one.disk.device] = available_bytes(one.directory)
+                on_disks[one.disk.device] = one.arena.available_bytes(one.directory)
                 in_files += self.traffic.room(store)[1]
         return sum(on_disks.values()) + in_files
 
@@ -252,7 +265,7 @@ class Storage:
                 raise transfer.error
             return 0
         self._check_process(transfer.label)
-        return self.traffic.wait(transfer, what=what, deadline_s=self._deadline_s)
+        return self.traffic.wait(transfer, what=what, deadline_s=self.deadline_s)
 
     def describe(self) -> str:
         """What the stores are doing now, for people. From anywhere, a signal handler too."""
@@ -285,7 +298,7 @@ class Storage:
             threading.Thread(target=self._close_stores, name="teraplan-close", daemon=True).start()
 
     def _close_stores(self) -> None:
-        self.traffic.close(self._deadline_s)
+        self.traffic.close(self.deadline_s)
         _open_sessions.remove(self)
 
     def _check_process(self, label: str) -> None:
@@ -313,7 +326,9 @@ def _info(
         file_system=opened.disk.file_system,
         disk=opened.disk.disk,
         device=opened.disk.device,
-        free_bytes=available_bytes(opened.directory) + free if not store.why_retired else 0,
+        free_bytes=opened.arena.available_bytes(opened.directory) + free
+        if not store.why_retired
+        else 0,
         used_bytes=taken,
         written_bytes=store.written_bytes,
         read_bytes=store.read_bytes,

@@ -6,10 +6,7 @@ from teraplan.errors import StorageError, StorageFullError
 from teraplan.runtime.storage.arena import Arena
 from teraplan.runtime.storage.chunk_io import FULL
 from teraplan.runtime.storage.extents import GRANULE_BYTES, ExtentAllocator, round_up
-from teraplan.runtime.storage.file_system import available_bytes
-from teraplan.units import MIB, format_nbytes
-
-GROW_BYTES = 256 * MIB
+from teraplan.units import format_nbytes
 
 
 class Space:
@@ -47,7 +44,7 @@ class Space:
 
     def _grow(self, missing: int, nbytes: int, label: str) -> None:
         # A whole step if the disk has it, else exactly what is missing.
-        whole = max(missing, round_up(GROW_BYTES, self._extents.granule_bytes))
+        whole = max(missing, round_up(self._arena.grow_bytes, self._extents.granule_bytes))
         cause: OSError | None = None
         for step in (whole, missing):
             try:
@@ -65,9 +62,10 @@ class Space:
         assert cause is not None, "the loop above returned, raised or set a cause"
         full = StorageFullError(
             f"{label}: needs {format_nbytes(nbytes)} in {self._directory}, where "
-            f"{format_nbytes(available_bytes(self._directory))} are free on disk and "
+            f"{format_nbytes(self._arena.available_bytes(self._directory))} are "
+            f"{self._arena.room} and "
             f"{format_nbytes(self.free_bytes)} in the spill file ({cause.strerror}); "
-            "free space there, or name another storage directory"
+            f"{self._arena.remedy}"
         )
         full.errno = cause.errno
         raise full from cause

@@ -25,11 +25,18 @@ def _imported_once() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """One thread, and no compiled graph or session that outlives its test."""
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Also for what is run once for all tests of a module."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """No compiled graph or session that outlives its test."""
     # pytest's log handler would make torch write down every guard of every graph.
     logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
     gc.freeze()  # what is still there is no garbage, and no test's training state
@@ -37,7 +44,6 @@ def alone() -> Iterator[None]:
         patch.setattr(plan_maker, "MEASURED_WITHIN_BYTES", 0)
         yield
     forget_everything()
-    torch.set_num_threads(threads)
 
 
 def forget_everything() -> None:

@@ -70,8 +70,10 @@ def check(
     assert_same(reference, limited)
     state = moving()
     arena = state.arena
-    seen = f"{arena.log.read_bytes} read of {arena.total_bytes}, {arena.limit_bytes} allowed"
-    assert arena.log.read_bytes > arena.total_bytes // 2, f"little had to come back: {seen}"
+    seen = (
+        f"{arena.log.traffic.read_bytes} read of {arena.total_bytes}, {arena.limit_bytes} allowed"
+    )
+    assert arena.log.traffic.read_bytes > arena.total_bytes // 2, f"little had to come back: {seen}"
     if not least:
         assert arena.overrun_bytes == 0, seen
         device_budget = limited.options["device_budget"]

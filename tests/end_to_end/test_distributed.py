@@ -42,7 +42,7 @@ def test_the_state_moves_with_equal_bits() -> None:
     limited = moving.run_least(program, moving.BUDGET * DEPTH // moving.DEPTH)
     assert_same(reference, limited)
     assert limited.statuses[-1].graphs > 1
-    assert moving.moving().arena.log.written_bytes > 0
+    assert moving.moving().arena.log.traffic.written_bytes > 0
 
 
 def test_a_budget_that_is_too_small_is_an_error_of_ours() -> None:

@@ -126,7 +126,7 @@ def test_beside_a_training_state_that_moves(kernels: str, update: str) -> None:
     limited = run_moving(program, whole // 2, kernels=kernels, update=update, recompute="auto")
     assert_same(reference, limited)
     assert limited.final.recomputed_bytes > 0
-    assert moving().arena.log.read_bytes > 0
+    assert moving().arena.log.traffic.read_bytes > 0
     assert limited.final.diverged_steps == 0
 
 

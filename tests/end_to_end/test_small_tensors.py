@@ -38,7 +38,7 @@ def test_bits(make: moving.Optimizers, num_states: int, budget: int) -> None:
     found = blocks_by_kind()
     assert found[TensorKind.PARAMETER] == -(-moving.DEPTH // TOGETHER)
     assert found[TensorKind.OPTIMIZER_STATE] == num_states * moving.DEPTH // TOGETHER
-    assert state.arena.log.written_bytes > 0
+    assert state.arena.log.traffic.written_bytes > 0
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -113,7 +113,9 @@ def test_frozen_weights_beside_trained_ones() -> None:
     state = check(training(make_model, MLP(width=192, rows=64).batch), budget=BUDGET, least=True)
     frozen = 6 * 192 * 192 * 4
     trained = 6 * 2 * 96 * 192 * 4
-    assert state.arena.log.written_bytes <= frozen + 4 * trained * (STEPS + 1), "written once"
+    assert state.arena.log.traffic.written_bytes <= frozen + 4 * trained * (STEPS + 1), (
+        "written once"
+    )
 
 
 def test_mixture_of_experts() -> None:

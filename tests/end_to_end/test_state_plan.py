@@ -1,7 +1,6 @@
 """The plan of a step whose training state moves is one of all its tensors, and is what is done."""
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,15 +8,12 @@ import torch
 from torch import Tensor
 
 from teraplan.check_plan import require_valid
-from teraplan.errors import UnsupportedError
-from teraplan.hardware import Tier
 from teraplan.plan import Plan
-from teraplan.plan_file import read_plan, write_plan
+from teraplan.plan_file import read_plan
 from teraplan.run_record import Direction
 from teraplan.runtime.case import Case
 from teraplan.runtime.feedback import Lesson
 from teraplan.runtime.recorder import UPDATE
-from teraplan.simulate import predict
 from teraplan.step_trace import TensorKind
 from tests.end_to_end.moving import (
     BUDGET,
@@ -117,7 +113,7 @@ def test_what_moves_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_plan_file_with_training_state_is_replayed(tmp_path: Path) -> None:
-    path, again = tmp_path / "plan.json", tmp_path / "again.json"
+    path = tmp_path / "plan.json"
     options: dict[str, object] = {"training_state": "moves"}
     options["device_budget"] = budget_beside_others(BUDGET)
     first = run(training(adamw), **options, report=str(tmp_path))
@@ -128,34 +124,6 @@ def test_a_plan_file_with_training_state_is_replayed(tmp_path: Path) -> None:
     assert_same(first, replayed)
     assert planned_case()[1] == plan
     assert replayed.statuses[-1].diverged_steps == 0
-
-    write_plan(with_host_tier(plan), again)
-    with pytest.raises(UnsupportedError, match="training state goes to storage only"):
-        run(training(adamw), **options, plan=str(again))
-
-
-def with_host_tier(plan: Plan) -> Plan:
-    """The same for a machine with host memory that is like its storage."""
-    nbytes = plan.budgets.storage_bytes
-    plan = replace(
-        plan,
-        hardware=replace(
-            plan.hardware, host_link=plan.hardware.storage_link, host_capacity_bytes=nbytes
-        ),
-        budgets=replace(plan.budgets, host_bytes=nbytes),
-        migrations=tuple(replace(m, tier=Tier.HOST) for m in plan.migrations),
-    )
-    return replace(plan, prediction=predict(plan.trace, plan.hardware, plan.migrations))
-
-
-@pytest.mark.slow
-def test_training_state_goes_to_storage_where_there_is_host_memory() -> None:
-    run_moving(training(adamw), host_budget=1 << 30)
-    _, plan = planned_case()
-    assert plan.hardware.host_link is not None
-    tiers = {(plan.trace.tensors[m.tensor_id].kind, m.tier) for m in plan.migrations}
-    assert (TensorKind.OPTIMIZER_STATE, Tier.STORAGE) in tiers
-    assert {kind for kind, tier in tiers if tier is Tier.HOST} <= {TensorKind.ACTIVATION}
 
 
 @pytest.mark.slow

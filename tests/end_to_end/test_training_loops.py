@@ -74,7 +74,7 @@ def test_trainer_of_transformers_with_a_checkpoint_in_between(tmp_path: Path) ->
     little: dict[str, object] = {"device_budget": BUDGET, "training_state": "moves"}
     halved = tmp_path / "halved"
     run(lambda this: _train(this, halved, last_step=SAVED_AT + 2), **little)
-    assert moving().arena.log.written_bytes > 0
+    assert moving().arena.log.traffic.written_bytes > 0
     little["device_budget"] = BUDGET * 3 // 2
     resumed = run(lambda this: _train(this, halved, last_step=STEPS, resume=True), **little)
     assert_same(reference, resumed)

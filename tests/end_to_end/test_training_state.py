@@ -84,9 +84,9 @@ def test_frozen_parameters_are_written_once() -> None:
     # Of the whole run: what leaves or comes where one step ends and the next begins counts in
     # either, and on a busy machine that is several tensors.
     log = state.arena.log
-    assert log.written_bytes <= frozen + 4 * trained * (STEPS + 1)
+    assert log.traffic.written_bytes <= frozen + 4 * trained * (STEPS + 1)
     assert state.last_step.written_bytes > 0
-    assert log.read_bytes > log.written_bytes
+    assert log.traffic.read_bytes > log.traffic.written_bytes
 
 
 def test_graphs_that_save_nothing_that_moves() -> None:
@@ -156,7 +156,7 @@ def test_several_storage_directories(disk: Path) -> None:
         budget=24 << 20,
         storage=[str(directory) for directory in directories],
     )
-    assert all(store.written_bytes > 0 for store in state.arena.storage.stores)
+    assert all(store.written_bytes > 0 for store in state.arena.tiers.storage.stores)
 
 
 class Tied(MLP):

@@ -24,7 +24,7 @@ def test_the_status_shows_what_was_written_and_the_share_of_the_endurance() -> N
 @pytest.mark.slow
 def test_what_moving_training_state_writes_counts_too() -> None:
     last = run_moving(moving_training(adamw), endurance="1GB").statuses[-1]
-    written, (store,) = moving().arena.log.written_bytes, last.stores
+    written, (store,) = moving().arena.log.traffic.written_bytes, last.stores
     assert written > 0
     # Of what was queued last, some may not have been written yet.
     assert store.written_bytes + moving().arena.total_bytes > written

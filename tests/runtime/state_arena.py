@@ -1,18 +1,24 @@
-"""An arena over a real file, which ends with its test."""
+"""An arena over real files, which ends with its test."""
 
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.storage import Storage, default_directory
+from teraplan.runtime.tiers import Tiers
 
 
 @contextmanager
-def opened(limit_bytes: int) -> Iterator[StateArena]:
+def opened(limit_bytes: int, host_bytes: int = 0) -> Iterator[StateArena]:
     with (
         tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory()) as directory,
         Storage.open([Path(directory)]) as storage,
     ):
-        yield StateArena(storage, limit_bytes)
+        room = PinnedPool(host_bytes, pin=None)
+        host = Storage.in_memory(room) if host_bytes else None
+        yield StateArena(Tiers(storage, host), limit_bytes)
+        if host is not None:
+            host.close()

@@ -39,12 +39,12 @@ def test_small_ones_leave_and_come_back_together(arena: StateArena) -> None:
     assert len(blocks) == 2
     assert all(tensor.data_ptr() % 64 == 0 for tensor, _ in placed)
     arena.see_out(blocks[0])
-    assert blocks[0].place is Place.STORAGE
-    assert arena.log.written_bytes == blocks[0].nbytes <= MIB
+    assert blocks[0].place is Place.AWAY
+    assert arena.log.traffic.written_bytes == blocks[0].nbytes <= MIB
     for (tensor, _), value in zip(placed, values, strict=True):
         assert torch.equal(tensor, value)
     arena.use(blocks[0])
-    assert arena.log.read_bytes == blocks[0].nbytes
+    assert arena.log.traffic.read_bytes == blocks[0].nbytes
     for (tensor, _), value in zip(placed, values, strict=True):
         assert torch.equal(tensor, value)
 
@@ -91,7 +91,7 @@ def test_a_closed_chunk_keeps_what_its_tensors_take(arena: StateArena) -> None:
     chunks.close()
     assert block.nbytes == arena.total_bytes == arena.in_use_bytes == 64 * KIB
     arena.see_out(block)
-    assert arena.log.written_bytes == 64 * KIB
+    assert arena.log.traffic.written_bytes == 64 * KIB
     arena.use(block)
     assert torch.equal(tensor, torch.ones(16 * KIB))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Record, Storage, default_directory, posix_arena
 from teraplan.runtime.storage import directories as directories_module
 
@@ -56,7 +57,7 @@ def _none(fd: int) -> None:
     """What a kernel says about a file that has no direct I/O."""
 
 
-@pytest.fixture(params=["posix", "buffered", "kvikio-host"])
+@pytest.fixture(params=["posix", "buffered", "kvikio-host", "host memory"])
 def open_storage(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, disk: Path
 ) -> Callable[..., Storage]:
@@ -71,6 +72,8 @@ def open_storage(
             pytest.skip(f"kvikio does not work here: {reason}")
 
     def open_it(where: Sequence[Path] = (disk,), *, deadline_s: float = 20.0) -> Storage:
+        if path == "host memory":
+            return Storage.in_memory(PinnedPool(8 << 30, pin=None), deadline_s=deadline_s)
         return Storage.open(where, deadline_s=deadline_s, path=path)
 
     return open_it

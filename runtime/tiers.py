@@ -1,0 +1,224 @@
+"""Host memory and storage as one place for bytes that leave a device which is this process.
+
+    put -> Away: [ first bytes: host memory | rest: storage ]     one of both parts may be missing
+    get -> Return: the same parts, on their way back
+
+On a CPU both are a `Storage`, and what holds for one holds for the other: bytes move beside the
+computation, are checked when they come back, and show at an address while they are away (`pieces`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from teraplan.errors import StorageFullError
+from teraplan.hardware import Tier
+from teraplan.run_record import TransferRecord
+from teraplan.runtime.storage import Record, Storage, Transfer
+
+
+class Part(NamedTuple):
+    """Bytes of one tensor in one tier."""
+
+    tier: Tier
+    record: Record
+    offset: int
+    """Of its first byte in the tensor."""
+
+
+class Moved(NamedTuple):
+    """One part on its way."""
+
+    tier: Tier
+    transfer: Transfer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Away:
+    """Bytes that lie below the device, or are on their way there."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def writes(self) -> tuple[Moved, ...]:
+        """Of all parts."""
+        return tuple(Moved(part.tier, part.record.write) for part in self.parts)
+
+    @property
+    def done(self) -> bool:
+        """True if no write is under way, whether or not they went well."""
+        return all(part.record.write.done for part in self.parts)
+
+    @property
+    def takes_host(self) -> bool:
+        """True if some of it lies in host memory."""
+        return any(part.tier is Tier.HOST for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Return:
+    """Bytes on their way back."""
+
+    reads: tuple[Moved, ...]
+
+    @property
+    def done(self) -> bool:
+        """True if no read is under way, whether or not they went well."""
+        return all(read.transfer.done for read in self.reads)
+
+
+def record_of(move: Moved, tensor: str) -> TransferRecord:
+    """A transfer that has ended, of a tensor that is called so, with its own times."""
+    transfer = move.transfer
+    return TransferRecord(
+        tensor=tensor,
+        nbytes=transfer.nbytes,
+        direction=transfer.direction,
+        tier=move.tier,
+        store=transfer.store if move.tier is Tier.STORAGE else "",
+        start_ns=transfer.start_ns,
+        end_ns=transfer.end_ns,
+    )
+
+
+class Tiers:
+    """Storage, and host memory where there is some. All methods are safe from any thread."""
+
+    def __init__(self, storage: Storage, host: Storage | None = None) -> None:
+        self.storage, self.host = storage, host
+
+    def put(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        host_bytes: int,
+        owner: object,
+        label: str,
+        is_compared: bool = False,
+    ) -> Away:
+        """Queue the write of memory [address, +nbytes), its first `host_bytes` to host memory.
+
+        As `Storage.put` for the rest.
+
+        Raises:
+            StorageFullError: a tier has no room for its part; nothing has happened.
+        """
+        parts: list[Part] = []
+        try:
+            for tier, offset, end in _ranges(nbytes, host_bytes):
+                record = self._in(tier, label).put(
+                    *(address + offset, end - offset),
+                    owner=owner,
+                    label=label,
+                    is_compared=is_compared,
+                )
+                parts.append(Part(tier, record, offset))
+        except BaseException:
+            self.drop(Away(tuple(parts)))
+            raise
+        return Away(tuple(parts))
+
+    def put_where_there_is_room(
+        self,
+        address: int,
+        nbytes: int,
+        *,
+        host_bytes: int,
+        owner: object,
+        label: str,
+        is_compared: bool = False,
+    ) -> Away:
+        """As `put`; where a tier has no room for its part, all goes to the other.
+
+        Raises:
+            StorageFullError: that has none, either; nothing has happened.
+        """
+        ways = [host_bytes, 0 if host_bytes else nbytes] if self.host is not None else [0]
+        full: StorageFullError | None = None
+        for way in ways:
+            try:
+                return self.put(
+                    *(address, nbytes),
+                    host_bytes=way,
+                    owner=owner,
+                    label=label,
+                    is_compared=is_compared,
+                )
+            except StorageFullError as error:
+                full = full or error
+        assert full is not None, "there is at least one way"
+        raise full
+
+    def get(self, away: Away, address: int, *, owner: object, urgent: bool = False) -> Return:
+        """Queue the read of all parts into memory from `address` on, as `Storage.get` does."""
+        reads = [
+            Moved(
+                part.tier,
+                self._in(part.tier, part.record.write.label).get(
+                    part.record, address + part.offset, owner=owner, urgent=urgent
+                ),
+            )
+            for part in away.parts
+        ]
+        return Return(tuple(reads))
+
+    def wait(self, moves: Sequence[Moved], *, what: str) -> int:
+        """Nanoseconds waited until all of them have ended.
+
+        Raises:
+            StorageError, DeadlineError: as `Storage.wait`.
+        """
+        return sum(self._in(move.tier, what).wait(move.transfer, what=what) for move in moves)
+
+    def drop(self, away: Away) -> None:
+        """Give the room back. Any time, any number of times."""
+        for part in away.parts:
+            self._in(part.tier, "").drop(part.record)
+
+    def pieces(self, away: Away) -> list[tuple[int, int, int]]:
+        """Where what has been written lies: (descriptor, offset in the file, bytes) each."""
+        return [
+            piece for part in away.parts for piece in self._in(part.tier, "").pieces(part.record)
+        ]
+
+    @property
+    def host_free_bytes(self) -> int:
+        """Of host memory, what can still be put there."""
+        return self.host.free_bytes if self.host is not None else 0
+
+    def has_host_room(self, nbytes: int, *, beside_bytes: int) -> bool:
+        """True if so much can go to host memory where so much in all is there, or will be."""
+        if self.host is None:
+            return False
+        taken_bytes = self.host.bytes_in_use
+        return max(taken_bytes, beside_bytes) + nbytes <= taken_bytes + self.host.free_bytes
+
+    def describe(self) -> str:
+        """What they are doing now, for people. From anywhere, a signal handler too."""
+        return "\n".join(storage.describe() for storage in self._all())
+
+    def close(self) -> None:
+        """As `Storage.close`."""
+        for storage in self._all():
+            storage.close()
+
+    def _all(self) -> Iterator[Storage]:
+        yield self.storage
+        if self.host is not None:
+            yield self.host
+
+    def _in(self, tier: Tier, label: str) -> Storage:
+        if tier is Tier.STORAGE:
+            return self.storage
+        if self.host is None:
+            raise StorageFullError(f"{label}: there is no host memory to go to; raise host_budget")
+        return self.host
+
+
+def _ranges(nbytes: int, host_bytes: int) -> Iterator[tuple[Tier, int, int]]:
+    """Tier, start and end of each part."""
+    if host_bytes:
+        yield Tier.HOST, 0, host_bytes
+    if host_bytes < nbytes or not nbytes:
+        yield Tier.STORAGE, host_bytes, nbytes
