@@ -123,7 +123,7 @@ def initialize(module: object) -> None:
 
 def said_to_be_written(status: "Status") -> int:
     """Bytes that the last step has written to storage, by our own account."""
-    return max(0, int(status.state_written_bytes)) + sum(status.bytes_out.values())
+    return max(0, int(status.state_written_bytes)) + status.bytes_out.get("storage", 0)
 
 
 def written_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Puts ops around the uses of every parameter, and behind every gradient, of an instrumented pair.
+"""Puts ops around the uses of every parameter, and behind every gradient, of compiled graphs.
 
     forward                        backward
     chain = enter(...)             chain = enter_backward(...)
@@ -12,6 +12,8 @@
 A parameter may reach the backward as a view that the forward has made of it. Which tensor an op
 means is seen at run time, by its memory. Where parameters may be updated at their gradients, these
 are given to the backward themselves, and `settle(dp, chain, p)` comes after their last use, too.
+
+A graph without a backward has what the forward has here.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -61,6 +63,20 @@ def insert_state_sites(
         sources = [inputs[position] for position, gradient in gradients if _is_alone(gradient)]
         ended = _give(forward, backward, num_outputs, sources)
     _settle(backward, [(position, g, inputs[position]) for position, g in gradients], ended, chain)
+
+
+def insert_inference_sites(graph: fx.Graph, *, static_inputs: Sequence[int]) -> bool:
+    """Insert `acquire` and `release` into a graph without a backward; False if it needs none.
+
+    Args:
+        graph: evaluates a model, or frozen layers whose inputs need no gradients.
+        static_inputs: positions of the placeholders that live as long as the model.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    static = _large_inputs(inputs, static_inputs)
+    if static:
+        _bracket(graph, sorted(static, key=inputs.index), _chain(graph, ops.enter))
+    return bool(static)
 
 
 def _large_inputs(inputs: Sequence[fx.Node], static_inputs: Sequence[int]) -> set[fx.Node]:

@@ -18,6 +18,7 @@ from teraplan.passes.checkpoint_boundaries import keep_boundaries
 from teraplan.passes.insert_sites import insert_sites
 from teraplan.passes.insert_state_sites import insert_state_sites
 from teraplan.passes.lowering import INDUCTOR_CONFIG, register_lowerings
+from teraplan.passes.mutation_regions import forget_mutation_regions
 from teraplan.passes.verify_graph import verify_pair
 from teraplan.passes.workspace import with_memory
 
@@ -102,7 +103,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
         if self.room is not None:
             self.room.require(table)
         for module in (forward, backward):
-            _forget_mutation_regions(module)
+            forget_mutation_regions(module)
             module.graph.lint()
             module.recompile()
         verify_pair(forward.graph, backward.graph, table)
@@ -119,16 +120,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
         what = "updates" if self.updates else "state"
-        return f"teraplan-{__version__}-partitioner-18-{what if self.moves_state else 'saved'}"
-
-
-def _forget_mutation_regions(module: fx.GraphModule) -> None:
-    """Drop the joint passes' memory of where mutations are: it predates our ops.
-
-    With it Inductor's pattern matcher fused a matrix product with an addition across an op.
-    """
-    for node in module.graph.nodes:
-        node.meta.pop("mutation_region_id", None)
+        return f"teraplan-{__version__}-partitioner-19-{what if self.moves_state else 'saved'}"
 
 
 def config_patches(

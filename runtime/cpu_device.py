@@ -189,6 +189,10 @@ class CpuDevice(Device):
         self._most_beside_pool_bytes = 0
         self._exact = False
 
+    def has_compiled(self) -> None:
+        gc.collect()
+        self._malloc.trim()
+
     def has_planned(self, *, anew: bool) -> None:
         if anew:
             gc.collect(_YOUNG)

@@ -155,6 +155,12 @@ class Device(ABC):
     def run_fast(self) -> None:
         """Prepare memory for steps at full speed."""
 
+    def has_compiled(self) -> None:  # noqa: B027  most do not share memory with it
+        """The first graphs were compiled: what that took and does not need any more is free again.
+
+        Called once, since to look for it takes some time.
+        """
+
     def has_planned(self, *, anew: bool) -> None:  # noqa: B027  most do not share memory with it
         """A plan was made in the middle of training, or predicted: what that took is free again.
 

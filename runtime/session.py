@@ -219,6 +219,7 @@ class Session:
             self._shares.divide(case, tables, is_first=is_first, may_start=self._may_start)
         if self.steps == 0:
             log.info("%s", self._first_words())
+            self.device.has_compiled()
         limits = self._shares.safe_limit(case), self._shares.resident_limits(case)
         self.engine.begin_step(
             recorder, case.schedule, *limits, case.rehearsal_limits(self._shares.rest_bytes)

@@ -18,11 +18,12 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from teraplan.config import Config
 from teraplan.errors import StateHasToMoveError
 from teraplan.held_session import HeldSession, Lifeline
+from teraplan.passes import inference
 from teraplan.passes.partition import Room, config_patches, partition
 from teraplan.runtime.dispatch import running
 from teraplan.runtime.session import Session
@@ -103,9 +104,14 @@ class RunnableGraph:
         moves_state, updates = self._moves_state, config.update == "gradient"
         if config.kernels == "inductor":
             patches = config_patches(moves_state=moves_state, updates=updates, room=room)
-            return cast("Compiled", compile_fx(gm, list(inputs), config_patches=patches))
+            inner = inference.compile_inner if moves_state else compile_fx_inner
+            return cast("Compiled", compile_fx(gm, list(inputs), inner, config_patches=patches))
         split = functools.partial(partition, moves_state=moves_state, updates=updates, room=room)
-        compile_graph: Compiled = aot_autograd(fw_compiler=boxed_nop, partition_fn=split)
+        compile_graph: Compiled = aot_autograd(
+            fw_compiler=boxed_nop,
+            inference_compiler=inference.compile_eagerly if moves_state else boxed_nop,
+            partition_fn=split,
+        )
         compiled: Compiled = compile_graph(gm, inputs)
         return compiled
 

@@ -122,8 +122,8 @@ class StateKeeper:
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
-        used: list[torch.Tensor] = [x for x in inputs if isinstance(x, torch.nn.Parameter)]
-        to_come = list(self._to_come(used)) if self._looks_ahead else []
+        used = _parameters(inputs)
+        to_come = _parameters(self._to_come(used)) if self._looks_ahead else []
         self.expect(list(dict.fromkeys([*used, *to_come])))
         if self.state is not None:
             self.state.adopt_parameters(used)
@@ -259,6 +259,11 @@ class StateKeeper:
         self._not_used = NotUsedYet(self.state, lambda: self._least_bytes)  # its hook is the first
         make_room = device.make_room_for_tensors
         self._steps = OptimizerSteps(self.state, make_room, at_gradients=at_gradients)
+
+
+def _parameters(values: Iterable[object]) -> list[torch.Tensor]:
+    """Those that can be trained: within a functional call a module has results in their places."""
+    return [value for value in values if isinstance(value, torch.nn.Parameter)]
 
 
 def _shared_text(parameter: torch.Tensor) -> str:

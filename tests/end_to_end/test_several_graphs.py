@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from teraplan.errors import InfeasibleBudgetError
+from teraplan.runtime import pages
+from teraplan.runtime.state.block import Place
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_least, states
 from tests.end_to_end.training import UNLIMITED, Program, Run, assert_same, run, sessions
 
@@ -15,6 +17,7 @@ WIDTH, ROWS, STEPS = 512, 64, 6
 LAYER_BYTES = WIDTH * WIDTH * 4
 TIMES = 160
 WIDE_BYTES = TIMES * ROWS * WIDTH * 4
+_NONE = slice(0)
 
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -67,12 +70,12 @@ class Broken(nn.Module):
         return result
 
 
-def one_by_one(depth: int, *, frozen: int = 0) -> Program:
-    """Blocks that are compiled each by itself; the last few are in no optimizer."""
+def one_by_one(depth: int, *, frozen: slice = _NONE) -> Program:
+    """Blocks that are compiled each by itself; some are in no optimizer."""
 
     def program(this: Run) -> None:
         blocks = nn.Sequential(*(Block() for _ in range(depth)))
-        blocks[depth - frozen :].requires_grad_(False)
+        blocks[frozen].requires_grad_(False)
         for block in blocks:
             this.compile(block)
         _train(this, blocks)
@@ -168,8 +171,11 @@ def test_blocks_compiled_one_by_one_need_less_than_all_of_their_parameters() -> 
 
 
 @pytest.mark.slow
-def test_frozen_blocks_compiled_one_by_one_need_less_than_all_of_their_parameters() -> None:
-    least, told = _least(one_by_one(depth=24, frozen=23))
+@pytest.mark.parametrize("frozen", [slice(1, None), slice(23)], ids=["behind", "in front"])
+def test_frozen_blocks_compiled_one_by_one_need_less_than_all_of_their_parameters(
+    frozen: slice,
+) -> None:
+    least, told = _least(one_by_one(depth=24, frozen=frozen))
     assert least < 20 * LAYER_BYTES
     assert not told
 
@@ -223,6 +229,52 @@ def _left_to_eager_code(run: Run) -> list[str]:
 def _moves(weight: Tensor) -> bool:
     alive = [s.keeper.state for s in sessions() if s.keeper.state is not None]
     return any(state.arena.block_of(weight) is not None for state in alive)
+
+
+def test_a_functional_call_has_results_in_the_places_of_parameters() -> None:
+    def program(this: Run) -> None:
+        net = nn.Sequential(*(Block() for _ in range(8)), Beside(1))
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(STEPS):
+            values = {name: p * 1.0 for name, p in net.named_parameters()}
+            x = torch.full((ROWS, WIDTH), float(step))
+            loss = torch.func.functional_call(net, values, (x,)).square().mean()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    reference = run(program, device_budget=UNLIMITED, training_state="stays")
+    assert_same(reference, run_least(program, 60 * LAYER_BYTES))
+
+
+@pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_evaluation_does_not_read_through_the_file(kernels: str) -> None:
+    """Weights that are away come to where the graph wants them."""
+    seen: list[int] = []
+
+    def program(this: Run) -> None:
+        model = Broken(4, beside=0)
+        this.compile(model)
+        _train(this, model, lambda: seen.append(evaluated(model)))
+
+    def evaluated(model: nn.Module) -> int:
+        alive = [s.keeper.state for s in sessions() if s.keeper.state is not None]
+        for state in alive:
+            state.tidy()
+        with torch.no_grad():
+            model(torch.ones(ROWS, WIDTH))
+        shown = [block for state in alive for block in list(state.arena.shown)]
+        away = [block for block in shown if block.place is Place.AWAY]
+        return sum(pages.touched_bytes(block.address, block.nbytes) for block in away)
+
+    options: dict[str, Any] = {"kernels": kernels}
+    reference = run(program, device_budget=UNLIMITED, training_state="stays", **options)
+    budget = budget_beside_others(26 * LAYER_BYTES)
+    limited = run(program, device_budget=budget, training_state="moves", **options)
+    assert_same(reference, limited)
+    assert not any(seen)
 
 
 @pytest.mark.slow
