@@ -158,7 +158,7 @@ class CpuDevice(Device):
         return Hardware(
             device=self.name,
             device_capacity_bytes=self.capacity_bytes(),
-            host_capacity_bytes=int(self.tiers.host_free_bytes * _HOST_CAPACITY_FRACTION),
+            host_capacity_bytes=int(self.tiers.host_capacity_bytes * _HOST_CAPACITY_FRACTION),
             storage_capacity_bytes=storage.free_bytes + storage.bytes_in_use,
             host_link=host_link("cpu") if self.tiers.host is not None else None,
             storage_link=storage_link(directories, encrypt=storage.encrypts)
@@ -188,6 +188,9 @@ class CpuDevice(Device):
         self._put_heap_on_huge_pages()
         self._most_beside_pool_bytes = 0
         self._exact = False
+
+    def limit_host(self, nbytes: int) -> None:
+        self._tiers.host_limit_bytes = max(self._tiers.host_limit_bytes or 0, nbytes)
 
     def has_compiled(self) -> None:
         gc.collect()

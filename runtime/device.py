@@ -155,6 +155,9 @@ class Device(ABC):
     def run_fast(self) -> None:
         """Prepare memory for steps at full speed."""
 
+    def limit_host(self, nbytes: int) -> None:  # noqa: B027  most keep to what plans say
+        """Of a host budget in per cent it is known by now how many bytes that is for some steps."""
+
     def has_compiled(self) -> None:  # noqa: B027  most do not share memory with it
         """The first graphs were compiled: what that took and does not need any more is free again.
 

@@ -44,9 +44,12 @@ def open_device(config: Config, device_type: str) -> Device:
 
 
 def _open_cpu(config: Config, storage: Storage) -> Device:
-    return CpuDevice(
+    device = CpuDevice(
         storage=storage, host_bytes=_host_bytes(config, share=0.0), strict=config.strict
     )
+    if config.host_budget is not None and config.host_budget.nbytes is None:
+        device.limit_host(0)
+    return device
 
 
 def _open_cuda(config: Config, storage: Storage) -> Device:

@@ -250,6 +250,8 @@ class PlanMaker:
                 else machine.host_capacity_bytes,
                 storage_bytes=machine.storage_capacity_bytes,
             )
+            if host is not None and host.nbytes is None:
+                self._device.limit_host(case.budgets.host_bytes)
         return case.budgets
 
 

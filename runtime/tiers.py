@@ -15,6 +15,7 @@ from teraplan.errors import StorageFullError
 from teraplan.hardware import Tier
 from teraplan.run_record import TransferRecord
 from teraplan.runtime.storage import Record, Storage, Transfer
+from teraplan.units import format_nbytes
 
 
 class Part(NamedTuple):
@@ -86,6 +87,8 @@ class Tiers:
 
     def __init__(self, storage: Storage, host: Storage | None = None) -> None:
         self.storage, self.host = storage, host
+        self.host_limit_bytes: int | None = None
+        """What may lie in host memory, where that is less than its room."""
 
     def put(
         self,
@@ -107,6 +110,8 @@ class Tiers:
         parts: list[Part] = []
         try:
             for tier, offset, end in _ranges(nbytes, host_bytes):
+                if tier is Tier.HOST and self.host_limit_bytes is not None:
+                    self._require_host(end - offset, label)
                 record = self._in(tier, label).put(
                     *(address + offset, end - offset),
                     owner=owner,
@@ -183,16 +188,26 @@ class Tiers:
         ]
 
     @property
+    def host_capacity_bytes(self) -> int:
+        """Of host memory, what there is for tensors that leave, free or not."""
+        return self.host.free_bytes + self.host.bytes_in_use if self.host is not None else 0
+
+    @property
     def host_free_bytes(self) -> int:
         """Of host memory, what can still be put there."""
-        return self.host.free_bytes if self.host is not None else 0
+        if self.host is None:
+            return 0
+        free_bytes = self.host.free_bytes
+        if self.host_limit_bytes is not None:
+            free_bytes = min(free_bytes, self.host_limit_bytes - self.host.bytes_in_use)
+        return max(0, free_bytes)
 
     def has_host_room(self, nbytes: int, *, beside_bytes: int) -> bool:
         """True if so much can go to host memory where so much in all is there, or will be."""
         if self.host is None:
             return False
         taken_bytes = self.host.bytes_in_use
-        return max(taken_bytes, beside_bytes) + nbytes <= taken_bytes + self.host.free_bytes
+        return max(taken_bytes, beside_bytes) + nbytes <= taken_bytes + self.host_free_bytes
 
     def describe(self) -> str:
         """What they are doing now, for people. From anywhere, a signal handler too."""
@@ -207,6 +222,13 @@ class Tiers:
         yield self.storage
         if self.host is not None:
             yield self.host
+
+    def _require_host(self, nbytes: int, label: str) -> None:
+        if nbytes > self.host_free_bytes:
+            raise StorageFullError(
+                f"{label}: needs {format_nbytes(nbytes)} of host memory, where "
+                f"{format_nbytes(self.host_free_bytes)} are left of host_budget; raise host_budget"
+            )
 
     def _in(self, tier: Tier, label: str) -> Storage:
         if tier is Tier.STORAGE:
