@@ -36,7 +36,8 @@ def tensor_at(
     """
     lease = _Leases.at(address, nbytes, ended)
     flat = torch.frombuffer(lease, dtype=like.dtype, count=nbytes // like.dtype.itemsize)
-    return flat.as_strided(like.shape, like.stride())
+    # In place: a view would keep `flat`, and autograd adds to a gradient only where nobody else does.
+    return flat.as_strided_(like.shape, like.stride())
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:

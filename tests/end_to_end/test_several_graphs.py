@@ -249,7 +249,8 @@ def test_a_functional_call_has_results_in_the_places_of_parameters() -> None:
     assert_same(reference, run_least(program, 60 * LAYER_BYTES))
 
 
-@pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
 def test_evaluation_does_not_read_through_the_file(kernels: str) -> None:
     """Weights that are away come to where the graph wants them."""
     seen: list[int] = []
@@ -275,6 +276,35 @@ def test_evaluation_does_not_read_through_the_file(kernels: str) -> None:
     limited = run(program, device_budget=budget, training_state="moves", **options)
     assert_same(reference, limited)
     assert not any(seen)
+
+
+@pytest.mark.slow
+def test_gradients_of_a_model_that_is_called_twice_are_added_where_they_are() -> None:
+    """Autograd adds up all of a graph's at once: in memory of their own they would all be there."""
+    inside: list[bool] = []
+
+    def program(this: Run) -> None:
+        model = nn.Sequential(*(Block() for _ in range(8)))
+        for block in model:
+            this.compile(block)
+            weight = block.linear.weight
+            weight.register_post_accumulate_grad_hook(lambda p: inside.append(_moves(p.grad)))
+        optimizer = adamw(model.parameters())
+        random = torch.Generator().manual_seed(3)
+        for _ in range(STEPS):
+            one, other = (model(torch.randn(ROWS, WIDTH, generator=random)) for _ in range(2))
+            loss = one.square().mean() - other.abs().mean()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model, others=states(optimizer))
+            optimizer.zero_grad()
+
+    reference = run(program, device_budget=UNLIMITED, training_state="stays")
+    inside.clear()
+    limited = run_least(program, 16 * LAYER_BYTES)
+    assert_same(reference, limited)
+    assert len(inside) >= STEPS * 8
+    assert all(inside)
 
 
 @pytest.mark.slow
