@@ -36,7 +36,7 @@ def tensor_at(
     """
     lease = _Leases.at(address, nbytes, ended)
     flat = torch.frombuffer(lease, dtype=like.dtype, count=nbytes // like.dtype.itemsize)
-    # In place: a view would keep `flat`, and autograd adds to a gradient only where nobody else does.
+    # In place: a view keeps `flat`, and autograd adds in place only to memory that one tensor has.
     return flat.as_strided_(like.shape, like.stride())
 
 
