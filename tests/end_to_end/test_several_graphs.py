@@ -233,7 +233,7 @@ def _moves(weight: Tensor) -> bool:
 
 def test_a_functional_call_has_results_in_the_places_of_parameters() -> None:
     def program(this: Run) -> None:
-        net = nn.Sequential(*(Block() for _ in range(8)), Beside(1))
+        net = Broken(3, beside=1)
         this.compile(net)
         optimizer = adamw(net.parameters())
         for step in range(STEPS):
@@ -284,10 +284,11 @@ def test_gradients_of_a_model_that_is_called_twice_are_added_where_they_are() ->
     inside: list[bool] = []
 
     def program(this: Run) -> None:
-        model = nn.Sequential(*(Block() for _ in range(8)))
-        for block in model:
+        blocks = [Block() for _ in range(8)]
+        model = nn.Sequential(*blocks)
+        for block in blocks:
             this.compile(block)
-            weight = block.linear.weight
+            weight: Any = block.linear.weight
             weight.register_post_accumulate_grad_hook(lambda p: inside.append(_moves(p.grad)))
         optimizer = adamw(model.parameters())
         random = torch.Generator().manual_seed(3)
