@@ -58,13 +58,16 @@ def insert_sites(
         num_outputs: number of results of the user.
         static_inputs: positions of the forward's placeholders that live as long as the model
             (parameters, buffers).
-        moves_state: parameters move, too: none that could be away is for computing again.
+        moves_state: parameters move, too: none that could be away is for computing again, and the
+            steps have a plan also where no saved activation is large enough to move.
         fused: Inductor compiles the graphs.
     """
     static = _static(forward, static_inputs)
     fingerprint = _hash(forward, backward, static)
     _advance_late(forward, num_outputs)
-    candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
+    candidates, uncovered = _candidates(
+        forward, backward, num_outputs, static_inputs, at_least_one=moves_state
+    )
     recipes = find_recipes(
         forward,
         {c.saved: slot for slot, c in enumerate(candidates)},
@@ -114,12 +117,22 @@ def _output_of(graph: fx.Graph) -> fx.Node:
 
 
 def _candidates(
-    forward: fx.Graph, backward: fx.Graph, num_outputs: int, static_inputs: Sequence[int]
+    forward: fx.Graph,
+    backward: fx.Graph,
+    num_outputs: int,
+    static_inputs: Sequence[int],
+    *,
+    at_least_one: bool,
 ) -> tuple[list[_Candidate], list[tuple[str, int, str]]]:
+    """The saved activations that get ops, and name, bytes and reason of each that does not.
+
+    `at_least_one`: also where all are small. Its token tells the backward which step it belongs to.
+    """
     static = _static(forward, static_inputs)
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
     sizes = SizeNodes(backward)
     candidates: list[_Candidate] = []
+    small: list[_Candidate] = []
     uncovered: list[tuple[str, int, str]] = []
     for position, saved in enumerate(cast("Sequence[fx.Node | None]", _output_of(forward).args[0])):
         if position < num_outputs or not isinstance(saved, fx.Node):
@@ -128,11 +141,18 @@ def _candidates(
             continue
         placeholder = placeholders.get(saved.name)
         why = _why_not(saved, placeholder, sizes)
-        if why is None and placeholder is not None:
-            candidates.append(_Candidate(position=position, saved=saved, placeholder=placeholder))
-        else:
+        if placeholder is not None and why in (None, _SMALL) and nbytes_of(saved):
+            candidate = _Candidate(position=position, saved=saved, placeholder=placeholder)
+            (small if why else candidates).append(candidate)
+        if why is not None or placeholder is None:
             uncovered.append((saved.name, nbytes_of(saved), why or "not passed to the backward"))
+    if at_least_one and small and not candidates:
+        candidates = [max(small, key=lambda candidate: nbytes_of(candidate.saved))]
+        uncovered = [item for item in uncovered if item[0] != candidates[0].saved.name]
     return candidates, uncovered
+
+
+_SMALL = "small"
 
 
 def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> str | None:
@@ -146,8 +166,6 @@ def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> s
         return f"tensor subclass {type(value).__name__}"
     if value.is_conj() or value.is_neg():
         return "conjugated or negated when it is read"
-    if nbytes_of(saved) < MIN_SLOT_BYTES:
-        return "small"
     if any(
         user.target is torch.ops.aten.copy_.default and user.args[0] is base_of(saved)
         for user in base_of(saved).users
@@ -157,7 +175,7 @@ def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> s
         sizes.check((*value.shape, *value.stride()))
     except UnknownSymbolError as error:
         return f"size of unknown symbol {error}"
-    return None
+    return _SMALL if nbytes_of(saved) < MIN_SLOT_BYTES else None
 
 
 def _last(nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> fx.Node:

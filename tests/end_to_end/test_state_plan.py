@@ -155,3 +155,21 @@ def test_a_step_that_leaves_its_plan_keeps_its_bits() -> None:
     state = check(looping(step_of))
     (session,) = [s for s in sessions() if s.keeper.state is state]
     assert session.diverged_steps > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+def test_steps_whose_saved_activations_are_all_small_have_a_plan(kernels: str) -> None:
+    """A batch of a few rows, and large weights."""
+
+    def make_model() -> MLP:
+        return MLP(width=192, depth=DEPTH, rows=4)
+
+    check(training(adamw, make_model=make_model, steps=STEPS + 2), kernels=kernels)
+    _, plan = planned_case()
+    kinds = Counter(tensor.kind for tensor in plan.trace.tensors)
+    assert kinds[TensorKind.ACTIVATION] == 1, "the largest of them"
+    assert kinds[TensorKind.PARAMETER] == DEPTH
+    assert {plan.trace.tensors[m.tensor_id].kind for m in plan.migrations} >= {
+        TensorKind.OPTIMIZER_STATE
+    }
