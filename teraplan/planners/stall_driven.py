@@ -183,7 +183,7 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
         lower = replace(problem, limit_bytes=rung)
         if best is not None and _bound(lower) >= best.cost[0]:
             break
-        found = _solve(lower, simulator, is_rung=True)
+        found = _solve(lower, simulator)
         if found is not None and (best is None or found.cost < best.cost):
             best = found
     if best is None:
@@ -191,9 +191,9 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
     return best.migrations
 
 
-def _solve(problem: Problem, simulator: Simulator, *, is_rung: bool = False) -> _Solved | None:
+def _solve(problem: Problem, simulator: Simulator) -> _Solved | None:
     """The best for one budget; where the step is small, by all that it can be changed to."""
-    attempt = _Search(problem, simulator, is_rung=is_rung).run()
+    attempt = _Search(problem, simulator).run()
     found = None if attempt is None else attempt.migrations
     few = len(problem.lifetimes) <= _FEW
     if few:
@@ -230,11 +230,9 @@ def _rungs(problem: Problem) -> list[int]:
 class _Search:
     """The attempts for one budget."""
 
-    def __init__(self, problem: Problem, simulator: Simulator, *, is_rung: bool = False) -> None:
+    def __init__(self, problem: Problem, simulator: Simulator) -> None:
         self._problem = problem
         self._simulator = simulator
-        self._is_rung = is_rung
-        """Below the budget itself, for which other policies have been tried already."""
         self._bound = _near_bound(problem)
         self._left = max(4, min(60, _WORK // (len(problem.lifetimes) + 1)))
         self._best: _Attempt | None = None
@@ -279,8 +277,6 @@ class _Search:
 
     def _try_baseline(self) -> None:
         """Plans of the policies to compare with as further attempts, where they take no time."""
-        if self._is_rung:
-            return
         for planner in SIMPLE + _PUBLISHED if self._is_short else SIMPLE:
             if self._done() or self._best is None:
                 return

@@ -28,7 +28,7 @@ A, B, C = ((TensorKind.PARAMETER, number) for number in range(3))
 G = (TensorKind.GRADIENT, 0)
 
 
-@pytest.fixture(params=["storage", "host memory", "both"])
+@pytest.fixture(params=["storage", pytest.param("host memory", marks=pytest.mark.slow), "both"])
 def arena(request: pytest.FixtureRequest) -> Iterator[StateArena]:
     """What leaves it goes to storage, to host memory, or to that as long as there is room."""
     host_bytes = {"storage": 0, "host memory": 256 * MIB, "both": 3 * MIB}
