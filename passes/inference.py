@@ -12,8 +12,8 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._guards import TracingContext
 from torch._inductor.compile_fx import compile_fx_inner
 
+from teraplan.passes.finish import finish
 from teraplan.passes.insert_state_sites import insert_inference_sites
-from teraplan.passes.mutation_regions import forget_mutation_regions
 
 
 def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -33,6 +33,4 @@ def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 def _insert(gm: fx.GraphModule, static_inputs: Sequence[int]) -> None:
     if insert_inference_sites(gm.graph, static_inputs=static_inputs):
-        forget_mutation_regions(gm)
-        gm.graph.lint()
-        gm.recompile()
+        finish(gm)

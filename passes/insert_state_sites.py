@@ -53,8 +53,7 @@ def insert_state_sites(
     static = _large_inputs(inputs, static_inputs)
     saved = _saved_parameters(forward, num_outputs, static)
     placeholders = backward.find_nodes(op="placeholder")
-    chain = _chain(forward, ops.enter)
-    _bracket(forward, sorted(static, key=inputs.index), chain)
+    _bracket_inputs(forward, inputs, static)
     chain = _chain(backward, ops.enter_backward)
     _bracket(backward, [p for p in placeholders if p.name in saved], chain)
     gradients = _movable_gradients(backward, inputs, static)
@@ -75,8 +74,13 @@ def insert_inference_sites(graph: fx.Graph, *, static_inputs: Sequence[int]) -> 
     inputs = graph.find_nodes(op="placeholder")
     static = _large_inputs(inputs, static_inputs)
     if static:
-        _bracket(graph, sorted(static, key=inputs.index), _chain(graph, ops.enter))
+        _bracket_inputs(graph, inputs, static)
     return bool(static)
+
+
+def _bracket_inputs(graph: fx.Graph, inputs: Sequence[fx.Node], static: Set[fx.Node]) -> None:
+    """`_bracket` for those inputs of a forward graph that move."""
+    _bracket(graph, sorted(static, key=inputs.index), _chain(graph, ops.enter))
 
 
 def _large_inputs(inputs: Sequence[fx.Node], static_inputs: Sequence[int]) -> set[fx.Node]:

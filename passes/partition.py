@@ -15,10 +15,10 @@ from teraplan import __version__
 from teraplan.errors import StateHasToMoveError
 from teraplan.graph_table import GraphTable
 from teraplan.passes.checkpoint_boundaries import keep_boundaries
+from teraplan.passes.finish import finish
 from teraplan.passes.insert_sites import insert_sites
 from teraplan.passes.insert_state_sites import insert_state_sites
 from teraplan.passes.lowering import INDUCTOR_CONFIG, register_lowerings
-from teraplan.passes.mutation_regions import forget_mutation_regions
 from teraplan.passes.verify_graph import verify_pair
 from teraplan.passes.workspace import with_memory
 
@@ -103,9 +103,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
         if self.room is not None:
             self.room.require(table)
         for module in (forward, backward):
-            forget_mutation_regions(module)
-            module.graph.lint()
-            module.recompile()
+            finish(module)
         verify_pair(forward.graph, backward.graph, table)
         log.info(
             "graph %s: %d saved activations with migration ops, %d B; %d left alone, %d B",

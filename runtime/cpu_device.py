@@ -21,7 +21,7 @@ from teraplan.runtime.pages import use_huge_pages, use_small_pages
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.resident_memory import ResidentMemory
 from teraplan.runtime.storage import Storage, StoreInfo
-from teraplan.runtime.tiers import Moved, Tiers, record_of
+from teraplan.runtime.tiers import Moved, Source, Tiers, record_of
 
 _RESERVED_FRACTION = 0.9
 """Share of the available memory that a budget left open takes."""
@@ -56,14 +56,13 @@ class _Copy(Copy):
         self.pooled = device.pool.owns(address)
         self._left = False
         self._device = device
-        self.away = device.tiers.put(
-            *(address, self.nbytes), host_bytes=host_bytes, owner=source, label=label
-        )
+        leaving = Source(address, self.nbytes, owner=source, label=label)
+        self.away = device.tiers.put(leaving, host_bytes)
 
     @property
     def remainder(self) -> tuple[int, int]:
         """What an address that it lands at has to be, modulo what."""
-        (part,) = self.away.parts[-1:]  # the first part, in host memory, may lie anywhere
+        part = self.away.parts[-1]  # one before it, in host memory, may lie anywhere
         record = part.record
         return (record.address_remainder - part.offset) % record.alignment, record.alignment
 
@@ -111,7 +110,6 @@ class CpuDevice(Device):
         self.name = f"cpu {platform.machine()}"
         _alive.add(self)
         self.host_pool = PinnedPool(host_bytes, pin=None)
-        self.storage = storage
         host = None
         if host_bytes:
             host = Storage.in_memory(
@@ -142,6 +140,10 @@ class CpuDevice(Device):
     @property
     def tiers(self) -> Tiers:
         return self._tiers
+
+    @property
+    def storage(self) -> Storage:
+        return self._tiers.storage
 
     @property
     def fallbacks(self) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class CudaDevice(Device):
         strict: bool = False,
         staging_bytes: int | None = None,
     ) -> None:
-        self.cuda, self.storage = cuda, storage
+        self.cuda, self._storage = cuda, storage
         self.name, self.type = cuda.name, cuda.type
         self._deadline_s, self._strict = deadline_s, strict
         self._owner_pid, self._closed = os.getpid(), False
@@ -114,6 +114,10 @@ class CudaDevice(Device):
             raise
 
     # -- facts ---------------------------------------------------------------------------------
+
+    @property
+    def storage(self) -> Storage:
+        return self._storage
 
     @property
     def fallbacks(self) -> tuple[str, ...]:

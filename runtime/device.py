@@ -111,11 +111,15 @@ class Device(ABC):
     name: str
     type: str
     """As in `torch.device(type)`."""
-    storage: Storage
     spare_pages: SparePages | None = None
     """What training state does not need others take, and the other way round."""
     host_pool: PinnedPool
     """Host memory for what is updated on the host's cores; part of the host budget."""
+
+    @property
+    @abstractmethod
+    def storage(self) -> Storage:
+        """The spill files."""
 
     @property
     def tiers(self) -> Tiers | None:

@@ -121,10 +121,11 @@ def _enter_training_state(state: TrainingState | None, *, in_step: bool) -> None
 
 def _enter_state(anchor: torch.Tensor) -> torch.Tensor:
     """A graph that saves nothing which moves: of a backward, the only state there is is its."""
-    call, alive = _running.call, TrainingState.all_alive()
-    state = alive[0] if len(alive) == 1 else None
-    if call is not None:
-        state = call.session.engine.training_state
+    if _running.call is not None:
+        state = _running.call.session.engine.training_state
+    else:
+        alive = TrainingState.all_alive()
+        state = alive[0] if len(alive) == 1 else None
     _enter_training_state(state, in_step=False)
     return _chain(anchor)
 

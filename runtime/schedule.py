@@ -34,9 +34,9 @@ class Actions:
     """Tensors whose bytes must have left."""
     back: tuple[int, ...] = ()
     """Tensors to start bringing back."""
-    state_leave: tuple["Departure", ...] = ()
+    state_leave: tuple[Departure, ...] = ()
     """The same for training state."""
-    state_gone: tuple["Departure", ...] = ()
+    state_gone: tuple[Departure, ...] = ()
     state_back: tuple[int, ...] = ()
 
 

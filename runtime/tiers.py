@@ -18,6 +18,16 @@ from teraplan.runtime.storage import Record, Storage, Transfer
 from teraplan.units import format_nbytes
 
 
+class Source(NamedTuple):
+    """Memory whose bytes are to leave, as `Storage.put` has it."""
+
+    address: int
+    nbytes: int
+    owner: object
+    label: str
+    is_compared: bool = False
+
+
 class Part(NamedTuple):
     """Bytes of one tensor in one tier."""
 
@@ -90,33 +100,22 @@ class Tiers:
         self.host_limit_bytes: int | None = None
         """What may lie in host memory, where that is less than its room."""
 
-    def put(
-        self,
-        address: int,
-        nbytes: int,
-        *,
-        host_bytes: int,
-        owner: object,
-        label: str,
-        is_compared: bool = False,
-    ) -> Away:
-        """Queue the write of memory [address, +nbytes), its first `host_bytes` to host memory.
-
-        As `Storage.put` for the rest.
+    def put(self, source: Source, host_bytes: int) -> Away:
+        """Queue the write of memory, its first `host_bytes` to host memory, the rest to storage.
 
         Raises:
             StorageFullError: a tier has no room for its part; nothing has happened.
         """
         parts: list[Part] = []
         try:
-            for tier, offset, end in _ranges(nbytes, host_bytes):
+            for tier, offset, end in _ranges(source.nbytes, host_bytes):
                 if tier is Tier.HOST and self.host_limit_bytes is not None:
-                    self._require_host(end - offset, label)
-                record = self._in(tier, label).put(
-                    *(address + offset, end - offset),
-                    owner=owner,
-                    label=label,
-                    is_compared=is_compared,
+                    self._require_host(end - offset, source.label)
+                record = self._in(tier, source.label).put(
+                    *(source.address + offset, end - offset),
+                    owner=source.owner,
+                    label=source.label,
+                    is_compared=source.is_compared,
                 )
                 parts.append(Part(tier, record, offset))
         except BaseException:
@@ -124,36 +123,21 @@ class Tiers:
             raise
         return Away(tuple(parts))
 
-    def put_where_there_is_room(
-        self,
-        address: int,
-        nbytes: int,
-        *,
-        host_bytes: int,
-        owner: object,
-        label: str,
-        is_compared: bool = False,
-    ) -> Away:
+    def put_where_there_is_room(self, source: Source, host_bytes: int) -> Away:
         """As `put`; where a tier has no room for its part, all goes to the other.
 
         Raises:
             StorageFullError: that has none, either; nothing has happened.
         """
-        ways = [host_bytes, 0 if host_bytes else nbytes] if self.host is not None else [0]
-        full: StorageFullError | None = None
-        for way in ways:
+        if self.host is None:
+            return self.put(source, 0)
+        try:
+            return self.put(source, host_bytes)
+        except StorageFullError as full:
             try:
-                return self.put(
-                    *(address, nbytes),
-                    host_bytes=way,
-                    owner=owner,
-                    label=label,
-                    is_compared=is_compared,
-                )
-            except StorageFullError as error:
-                full = full or error
-        assert full is not None, "there is at least one way"
-        raise full
+                return self.put(source, 0 if host_bytes else source.nbytes)
+            except StorageFullError:
+                raise full from None
 
     def get(self, away: Away, address: int, *, owner: object, urgent: bool = False) -> Return:
         """Queue the read of all parts into memory from `address` on, as `Storage.get` does."""

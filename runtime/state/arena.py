@@ -25,7 +25,7 @@ from teraplan.runtime.state.move_log import MoveLog
 from teraplan.runtime.state.tenants import Tenants
 from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.storage.memory import digest
-from teraplan.runtime.tiers import Tiers
+from teraplan.runtime.tiers import Source, Tiers
 
 
 class StateArena:
@@ -273,13 +273,8 @@ class StateArena:
             if host_bytes is None:
                 goes = self.tiers.has_host_room(nbytes, beside_bytes=self.planned_host_bytes)
                 host_bytes = nbytes if goes else 0
-            block.record = self.tiers.put_where_there_is_room(
-                *(address, nbytes),
-                host_bytes=host_bytes,
-                owner=block,
-                label=block.label,
-                is_compared=True,
-            )
+            source = Source(address, nbytes, owner=block, label=block.label, is_compared=True)
+            block.record = self.tiers.put_where_there_is_room(source, host_bytes)
             block.changed = False
             self.log.count(block.record.writes)
         block.leaving = True

@@ -226,8 +226,11 @@ class TrainingState:
     def follow_plan(self, follows: bool, *, host_bytes: int = 0) -> None:
         """From now on a plan says what leaves and comes back, and how much memory there is; or not.
 
-        `host_bytes`: the most host memory that it takes.
         What it says of a tensor may turn out wrong: what is used is brought, whatever it says.
+
+        Args:
+            follows: there is a plan.
+            host_bytes: the most host memory that it takes.
         """
         self._follows_plan = follows
         self.arena.planned_host_bytes = host_bytes

@@ -160,9 +160,7 @@ class FaultyTraining:
         device, session = self._device(), self._session
         session.engine.drop_all()  # to the storage that it came from
         device.storage.close()
-        device.storage = device.tiers.storage = Storage.open(
-            self._directories, deadline_s=deadline_s
-        )
+        device.tiers.storage = Storage.open(self._directories, deadline_s=deadline_s)
         session._error, session._fault = None, ""
         session._num_stores = len(self._directories)
         session.engine.mover.faults = []
