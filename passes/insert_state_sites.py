@@ -147,6 +147,7 @@ def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], chain: fx.Node) -> 
     """Insert `acquire` before the first use of each, and `release` after the last."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     spans: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+    changed = {base_of(n.args[0]) for n in order if n.target is torch.ops.aten.copy_.default}
     for parameter in parameters:
         uses = [node for node in uses_of(parameter) if node is not chain]
         users = [node for node in parameter.users if node is not chain and node.op != "output"]
@@ -155,7 +156,8 @@ def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], chain: fx.Node) -> 
             spans.append((parameter, min(users, key=order.__getitem__), last))
     for parameter, first, last in spans:
         with graph.inserting_before(first):
-            graph.call_function(ops.acquire, (parameter, chain)).meta["val"] = None
+            arguments = (parameter, chain, True) if parameter in changed else (parameter, chain)
+            graph.call_function(ops.acquire, arguments).meta["val"] = None
         with graph.inserting_after(last):
             graph.call_function(ops.release, (parameter, chain)).meta["val"] = None
 

@@ -20,6 +20,8 @@ from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.pages import use_huge_pages, use_small_pages
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.resident_memory import ResidentMemory
+from teraplan.runtime.state.block_memory import BlockMemory
+from teraplan.runtime.state.page_memory import PageMemory
 from teraplan.runtime.storage import Storage, StoreInfo
 from teraplan.runtime.tiers import Moved, Source, Tiers, record_of
 
@@ -148,6 +150,13 @@ class CpuDevice(Device):
     @property
     def fallbacks(self) -> tuple[str, ...]:
         return (*super().fallbacks, *self._without_pool)
+
+    @property
+    def why_state_stays(self) -> str:
+        return ""
+
+    def state_memory(self) -> BlockMemory:
+        return PageMemory(self._tiers)
 
     def keeps_beside(self, beside: Beside) -> None:
         self._beside = beside

@@ -37,13 +37,16 @@ from teraplan.runtime.cuda_copies import (
 )
 from teraplan.runtime.cuda_log import DeviceLog, Trip
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event
-from teraplan.runtime.device import Arrival, Copy, Device
+from teraplan.runtime.device import Arrival, Beside, Copy, Device
 from teraplan.runtime.event_waiter import EventWaiter
 from teraplan.runtime.host_lane import HostLane, StreamLane
 from teraplan.runtime.host_tier import HostTier
 from teraplan.runtime.links import host_link, storage_link
 from teraplan.runtime.pinned_pool import PinnedPool, wait_until
 from teraplan.runtime.staging import LEAST_BYTES, Staging
+from teraplan.runtime.state.block_memory import BlockMemory
+from teraplan.runtime.state.storage_pointers import why_not
+from teraplan.runtime.state.swapped_memory import SwappedMemory
 from teraplan.runtime.storage import Storage, StoreInfo
 from teraplan.units import MIB
 
@@ -65,6 +68,8 @@ class CudaDevice(Device):
     """One GPU."""
 
     has_host_beside = True
+    state_tier = Tier.HOST
+    moves_state_unasked = False
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class CudaDevice(Device):
             cuda, self._log, self.pool, streams=self._streams, waiters=self._waiters
         )
         self._worker_stream = cuda.new_stream()
+        self._beside: Beside | None = None
         try:
             self._refuse_pageable()
         except FallbackRefusedError:
@@ -123,6 +129,22 @@ class CudaDevice(Device):
     def fallbacks(self) -> tuple[str, ...]:
         pageable = (pool.why_not_pinned for pool in self._pools())
         return (*super().fallbacks, *filter(None, pageable))
+
+    @property
+    def why_state_stays(self) -> str:
+        reason = why_not()
+        if reason:
+            return reason
+        lease = self.pool.try_take(_HOST_GRANULE_BYTES)
+        if lease is None:
+            return "there is no host memory that it could go to; raise host_budget"
+        return self.cuda.why_not_shown(lease.parts[0].address)
+
+    def state_memory(self) -> BlockMemory:
+        return SwappedMemory(self.cuda, self._host)
+
+    def keeps_beside(self, beside: Beside) -> None:
+        self._beside = beside
 
     def hardware(self) -> Hardware:
         directories = [store.directory for store in self.storage.stores if store.in_use]
@@ -144,7 +166,7 @@ class CudaDevice(Device):
         return reserved + int(self.cuda.free_bytes() * _CAPACITY_FRACTION)
 
     def state_bytes(self) -> int:
-        return self.cuda.memory("allocated", "current")
+        return self.resident_bytes()
 
     def measure_exactly(self) -> None:
         """The allocator's count is always exact."""
@@ -153,15 +175,21 @@ class CudaDevice(Device):
         self.cuda.empty_cache()  # what measuring left behind, in the sizes of another plan
 
     def resident_bytes(self) -> int:
-        return self.cuda.memory("allocated", "current")
+        beside = self._beside.held_bytes if self._beside is not None else 0
+        return self.cuda.memory("allocated", "current") - beside
 
     def take_peak(self) -> int:
         peak = self.peak_bytes()
+        if self._beside is not None:
+            peak -= self._beside.take_peak()
         self.cuda.reset_peaks()
         return peak
 
     def peak_bytes(self) -> int:
         return self.cuda.memory("allocated", "peak")
+
+    def make_room(self, nbytes: int) -> None:
+        """The allocator has one heap for all, and takes from it what is cached by itself."""
 
     def keep_under(self, limit_bytes: int, headroom_bytes: int, free_bytes: int = 0) -> None:
         reserved = self.cuda.memory("reserved", "current")

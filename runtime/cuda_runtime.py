@@ -36,6 +36,7 @@ class CudaRuntime(ABC):
 
     name: str
     type: str
+    device: torch.device
 
     @abstractmethod
     def current_stream(self) -> Stream:
@@ -94,6 +95,10 @@ class CudaRuntime(ABC):
     @abstractmethod
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
+
+    @abstractmethod
+    def why_not_shown(self, address: int) -> str:
+        """Why kernels cannot use pinned host memory by its address; "" if they can."""
 
     @abstractmethod
     def memory(self, kind: str, which: str) -> int:

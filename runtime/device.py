@@ -12,7 +12,7 @@ knows which one it is. A copy out and a copy back run beside the computation:
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,7 +21,9 @@ from teraplan.run_record import TransferRecord
 from teraplan.runtime.host_lane import HostLane, PlainLane
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, StoreInfo
-from teraplan.runtime.tiers import Tiers
+
+if TYPE_CHECKING:
+    from teraplan.runtime.state.block_memory import BlockMemory
 
 MEASURED_WITHIN_BYTES = 2 << 20
 """So much free memory of a process may be counted as used, in one run more than in another."""
@@ -121,15 +123,19 @@ class Device(ABC):
     def storage(self) -> Storage:
         """The spill files."""
 
-    @property
-    def tiers(self) -> Tiers | None:
-        """Where parameters, gradients and optimizer state can go; None: they cannot leave it."""
-        return None
+    state_tier: Tier | None = None
+    """The one tier that they go to; None: any."""
+    moves_state_unasked = True
+    """Parameters, gradients and optimizer state may start to leave it where that is needed."""
 
     @property
-    def moves_state(self) -> bool:
-        """True if they can."""
-        return self.tiers is not None
+    def why_state_stays(self) -> str:
+        """Why they cannot leave it; "" if they can."""
+        return "not implemented"
+
+    def state_memory(self) -> "BlockMemory":
+        """Memory for those that move."""
+        raise NotImplementedError(f"training state cannot leave {self.name}")
 
     def open_lane(self) -> HostLane:
         """Copies of gradients to the host's cores, and of parameters back."""

@@ -134,10 +134,10 @@ def _state() -> TrainingState | None:
     return _running.state() if _running.state is not None else None
 
 
-def _acquire(parameter: torch.Tensor, chain: torch.Tensor) -> None:
+def _acquire(parameter: torch.Tensor, chain: torch.Tensor, changes: bool = False) -> None:
     state = _state()
     if state is not None:
-        state.acquire(parameter)
+        state.acquire(parameter, changes=changes)
 
 
 def _release(parameter: torch.Tensor, chain: torch.Tensor) -> None:

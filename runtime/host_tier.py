@@ -70,14 +70,19 @@ class HostTier:
         self._out, self._back = streams
         self._leaving, self._arriving = waiters
 
-    def send(self, source: torch.Tensor, label: str) -> InHost:
+    def send(self, source: torch.Tensor, label: str, *, is_shown: bool = False) -> InHost:
         """Start copying `source` (all bytes of a storage, uint8); keeps it alive.
+
+        Args:
+            source: on the device.
+            label: for people.
+            is_shown: kernels may use what lies there.
 
         Raises:
             StorageFullError: the pool has no room; nothing has happened.
         """
         cuda = self._cuda
-        lease = self.pool.try_take(source.nbytes, in_one_part=False)
+        lease = self.pool.try_take(source.nbytes, in_one_part=is_shown, is_shown=is_shown)
         if lease is None:
             raise StorageFullError(
                 f"{label}: {format_nbytes(source.nbytes)} do not fit in the host tier, of whose "

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -46,10 +47,13 @@ class Part:
 class Lease:
     """Memory of a pool, in one part or several. Its end returns it; safe in any thread."""
 
-    __slots__ = ("__weakref__", "_pool", "_ranges", "nbytes", "parts")
+    __slots__ = ("__weakref__", "_is_shown", "_pool", "_ranges", "nbytes", "parts")
 
-    def __init__(self, pool: "PinnedPool", ranges: tuple["_Range", ...], nbytes: int) -> None:
+    def __init__(
+        self, pool: "PinnedPool", ranges: tuple["_Range", ...], nbytes: int, *, is_shown: bool
+    ) -> None:
         self._pool, self._ranges, self.nbytes = pool, ranges, nbytes
+        self._is_shown = is_shown
         parts = []
         for slab, offset, taken in ranges:
             length = min(taken, nbytes)
@@ -59,7 +63,7 @@ class Lease:
         self.parts = tuple(parts)
 
     def __del__(self) -> None:
-        self._pool._give_back(self._ranges)
+        self._pool._give_back(_Returned(self._ranges, self._is_shown))
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +75,10 @@ class _Slab:
     address: int
     nbytes: int
     pinned: bool
+    num_shown: int = 0
+    """Leases of it that kernels may use at any time."""
+    is_closed: bool = False
+    """To be unregistered when there are none."""
     free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     def cut(self, offset: int, nbytes: int) -> None:
@@ -94,6 +102,13 @@ class _Slab:
 
 _Range = tuple[_Slab, int, int]
 """Slab, offset in it, length: multiples of the pool's granule."""
+
+
+class _Returned(NamedTuple):
+    """What a lease had."""
+
+    ranges: tuple[_Range, ...]
+    is_shown: bool
 
 
 class PinnedPool:
@@ -123,7 +138,7 @@ class PinnedPool:
         self._granule_bytes = granule_bytes
         self._pin, self._unpin, self._on_return = pin, unpin, on_return
         self._slabs: list[_Slab] = []
-        self._returned: deque[tuple[_Range, ...]] = deque()
+        self._returned: deque[_Returned] = deque()
         self._lock = threading.Lock()
         _pools.add(self)
 
@@ -149,13 +164,16 @@ class PinnedPool:
             while self.mapped_bytes < self.limit_bytes:
                 self._grow()
 
-    def try_take(self, nbytes: int, *, in_one_part: bool = True) -> Lease | None:
+    def try_take(
+        self, nbytes: int, *, in_one_part: bool = True, is_shown: bool = False
+    ) -> Lease | None:
         """Memory for `nbytes` bytes, None if there is none now.
 
         Args:
             nbytes: more than 0.
             in_one_part: False: gather it from several stretches if no single one is long enough;
                 then there is memory whenever `free_bytes` are as many.
+            is_shown: kernels may use it until the lease ends, also when the pool is closed.
         """
         wanted = -(-nbytes // self._granule_bytes) * self._granule_bytes
         with self._lock:
@@ -165,34 +183,45 @@ class PinnedPool:
                 return None
             for slab, offset, length in ranges:
                 slab.cut(offset, length)
+                slab.num_shown += is_shown
             self.in_use_bytes += wanted
             self.most_bytes = max(self.most_bytes, self.in_use_bytes)
-        return Lease(self, ranges, nbytes)
+        return Lease(self, ranges, nbytes, is_shown=is_shown)
 
     def close(self) -> None:
         """Unregister and forget all memory; call it when no copy is under way. Idempotent.
 
-        Memory of leases that still exist stays mapped until their end.
+        Memory of leases that still exist stays mapped until their end; registered, if it is shown.
         """
         with self._lock:
+            self._take_back()
             slabs, self._slabs = self._slabs, []
             self.limit_bytes = 0
-        for slab in slabs:
-            if slab.pinned and self._unpin is not None:
-                self._unpin(slab.address)
+            for slab in slabs:
+                slab.is_closed = True
+                self._unpin_if_closed(slab)
 
-    def _give_back(self, ranges: tuple[_Range, ...]) -> None:
+    def _unpin_if_closed(self, slab: _Slab) -> None:
+        is_over = slab.is_closed and not slab.num_shown
+        if is_over and slab.pinned and self._unpin is not None:
+            slab.pinned = False
+            self._unpin(slab.address)
+
+    def _give_back(self, returned: _Returned) -> None:
         # Finalizers run anywhere, also in a thread that is inside this pool: never wait here.
-        self._returned.append(ranges)
+        self._returned.append(returned)
         if_free(self._lock, self._take_back)
         if self._on_return is not None:
             self._on_return()
 
     def _take_back(self) -> None:
         while self._returned:
-            for slab, offset, length in self._returned.popleft():
+            ranges, is_shown = self._returned.popleft()
+            for slab, offset, length in ranges:
                 slab.join(offset, length)
                 self.in_use_bytes -= length
+                slab.num_shown -= is_shown
+                self._unpin_if_closed(slab)
 
     def _find(self, nbytes: int, *, in_one_part: bool) -> tuple[_Range, ...] | None:
         if nbytes > self.limit_bytes - self.in_use_bytes:

@@ -190,6 +190,7 @@ class PlanMaker:
             return make_plan(
                 *(trace, hardware, budgets),
                 policy=self._config.policy,
+                rules=self._rules(trace),
                 recompute=recompute,
             )
         except InfeasibleBudgetError:
@@ -197,6 +198,12 @@ class PlanMaker:
                 raise
         # What they are computed from has to stay for longer than the budget now allows.
         return self._make_plan(trace, hardware, budgets, recompute=True)
+
+    def _rules(self, trace: StepTrace) -> dict[str, Tier]:
+        """Where training state goes if the device has only one way for it."""
+        tier = self._device.state_tier
+        moving = (t.name for t in trace.tensors if t.kind is not TensorKind.ACTIVATION)
+        return dict.fromkeys(moving, tier) if tier is not None else {}
 
     def machine(self) -> Hardware:
         """The machine, measured at the first call."""

@@ -2,10 +2,9 @@
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord, TransferRecord
-from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.tiers import record_of
@@ -22,7 +21,7 @@ def run_record(
     """What happened in step number `step`, for which a plan had been made from `trace`."""
     stalls = (
         *engine.mover.stalls,
-        *_device_stalls(engine.device, recorder),
+        *_device_stalls(engine, recorder),
         *_waits_for_state(engine, recorder),
     )
     return RunRecord(
@@ -32,7 +31,10 @@ def run_record(
         managed_peak_bytes=engine.managed_peak_bytes,
         site_start_ns=recorder.site_starts_ns(),
         managed_bytes=recorder.managed_bytes(),
-        transfers=_from_start((*transfers, *_of_state(engine, recorder)), recorder.start_ns),
+        transfers=_from_start(
+            (*_under_names(transfers, engine, recorder), *_of_state(engine, recorder)),
+            recorder.start_ns,
+        ),
         stalls=stalls,
     )
 
@@ -46,13 +48,35 @@ def _counted_peak(trace: StepTrace, recorder: StepRecorder, engine: Engine) -> i
     )
 
 
-def _device_stalls(device: Device, recorder: StepRecorder) -> Iterator[StallRecord]:
+def _device_stalls(engine: Engine, recorder: StepRecorder) -> Iterator[StallRecord]:
     """Waits that did not block the computing thread, each at the site that it came after."""
-    sites = recorder.site_starts_ns()
-    for tensor, start_ns, duration_ns in device.take_stalls():
-        start = max(0, start_ns - recorder.start_ns)
+    sites, names = recorder.site_starts_ns(), _state_names(engine, recorder)
+    for tensor, start_ns, duration_ns in engine.device.take_stalls():
+        if start_ns < recorder.start_ns:  # of a step that had no plan
+            continue
+        start = start_ns - recorder.start_ns
         site = max(0, bisect.bisect_right(sites, start) - 1)
-        yield StallRecord(site=site, tensor=tensor, start_ns=start, duration_ns=duration_ns)
+        name = names.get(tensor, tensor)
+        yield StallRecord(site=site, tensor=name, start_ns=start, duration_ns=duration_ns)
+
+
+def _under_names(
+    transfers: Iterable[TransferRecord], engine: Engine, recorder: StepRecorder
+) -> Iterator[TransferRecord]:
+    """What the device has written down of training state has the labels of its blocks."""
+    names = _state_names(engine, recorder)
+    for transfer in transfers:
+        name = names.get(transfer.tensor)
+        yield dataclasses.replace(transfer, tensor=name) if name is not None else transfer
+
+
+def _state_names(engine: Engine, recorder: StepRecorder) -> dict[str, str]:
+    """What a trace calls the training state, by labels of blocks."""
+    if engine.training_state is None:
+        return {}
+    blocks = list(engine.training_state.arena.blocks)
+    found = ((block.label, recorder.state.name_of(block)) for block in blocks)
+    return {label: name for label, name in found if name is not None}
 
 
 def _of_state(engine: Engine, recorder: StepRecorder) -> Iterator[TransferRecord]:

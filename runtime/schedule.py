@@ -103,6 +103,11 @@ class Schedule:
         """True if `key` is what the plan has at `site`."""
         return site < len(self._keys) and self._keys[site] == key
 
+    def ends_call(self, site: int) -> bool:
+        """True if what comes behind `site` is not told of: it is the last one of a graph's call."""
+        behind = site + 1
+        return behind >= len(self._keys) or self._keys[behind][1:4] != self._keys[site][1:4]
+
     def actions(self, site: int) -> Actions:
         """What to do at `site`."""
         return self._actions.get(site, _NOTHING)

@@ -93,6 +93,7 @@ class StateSites:
 
     def diverge(self) -> int:
         """The step goes on without its plan; returns the most that training state takes then."""
+        self._state.arena.user_may_run()
         self._state.follow_plan(False)
         return self._state.limit_bytes
 
@@ -106,6 +107,8 @@ class StateSites:
         arena.keep_to(schedule.state_limits_bytes[site])
         for block in schedule.blocks(actions.state_back):
             arena.fetch(block)
+        if schedule.ends_call(site):
+            arena.user_may_run()
 
     def _key(self, kind: SiteKind, number: int, *, update: bool) -> SiteKey:
         graph, call, backward = self._engine.graph

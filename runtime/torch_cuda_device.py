@@ -1,5 +1,6 @@
 """CUDA's calls as torch makes them: the one file that names them. Not run on a GPU."""
 
+import ctypes
 from types import ModuleType
 from typing import final
 
@@ -9,6 +10,8 @@ from teraplan.errors import UnsupportedError
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
+_MAPPED = 2  # cudaHostRegisterMapped: kernels can use it
+_DEVICE_POINTER = 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER
 
 
 @final
@@ -72,7 +75,7 @@ class TorchCuda(CudaRuntime):
 
     def pin(self, address: int, nbytes: int) -> str:
         runtime = _cudart()
-        code = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        code = int(runtime.cudaHostRegister(address, nbytes, _PORTABLE | _MAPPED))
         if code == 0:
             return ""
         self._forget_error()
@@ -82,6 +85,17 @@ class TorchCuda(CudaRuntime):
         runtime = _cudart()
         if int(runtime.cudaHostUnregister(address)) != 0:
             self._forget_error()
+
+    def why_not_shown(self, address: int) -> str:
+        try:
+            ask = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+        except (OSError, AttributeError) as error:
+            return f"the driver cannot be asked: {error}"
+        found = ctypes.c_uint64()
+        code = int(ask(ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(address)))
+        if code:
+            return f"cuPointerGetAttribute failed with CUDA error {code}"
+        return "" if found.value == address else "kernels know it by another address"
 
     def memory(self, kind: str, which: str) -> int:
         # The flat `memory_stats` sorts a dictionary of a hundred keys: too slow for every site.

@@ -28,7 +28,8 @@ Where parameters and gradients move, too, both graphs have these besides:
     y     = x @ p                               dw_1  = settle(dw, chain)
     release(p, chain)                           return dw_1
 
-`acquire` and `release` say that they mutate `p`, so that no use of it is outside of them. `settle`
+`acquire` and `release` say that they mutate `p`, so that no use of it is outside of them; where the
+graph itself does, `acquire` has `changes`. `settle`
 returns the gradient in memory that can move; where parameters may be updated at their gradients, it
 is given the parameter, too, of which the graph has had the last use. Where nothing is saved that
 could move, `enter_state` makes the chain.
@@ -57,7 +58,9 @@ LIBRARY.define(
 LIBRARY.define("realize(Tensor(a) x) -> Tensor(a)", tags=_EXACT)
 LIBRARY.define("done(Tensor x, Tensor token, Tensor(a!) chain, int slot) -> ()", tags=_EXACT)
 LIBRARY.define("enter_state(Tensor anchor) -> Tensor", tags=_EXACT)
-LIBRARY.define("acquire(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
+LIBRARY.define(
+    "acquire(Tensor(a!) parameter, Tensor(b!) chain, bool changes=False) -> ()", tags=_EXACT
+)
 LIBRARY.define("release(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
 LIBRARY.define(
     "settle(Tensor gradient, Tensor(a!) chain, Tensor? parameter=None) -> Tensor", tags=_EXACT
@@ -128,7 +131,11 @@ def _fake_enter_state(anchor: torch.Tensor) -> torch.Tensor:
     return anchor.new_empty(0, dtype=torch.uint8)
 
 
-def _fake_acquire(parameter: torch.Tensor, chain: torch.Tensor) -> None:
+def _fake_acquire(parameter: torch.Tensor, chain: torch.Tensor, changes: bool = False) -> None:
+    return None
+
+
+def _fake_release(parameter: torch.Tensor, chain: torch.Tensor) -> None:
     return None
 
 
@@ -149,7 +156,7 @@ for _name, _fake in (
     ("done", _fake_done),
     ("enter_state", _fake_enter_state),
     ("acquire", _fake_acquire),
-    ("release", _fake_acquire),
+    ("release", _fake_release),
     ("settle", _fake_settle),
 ):
     torch.library.register_fake(f"teraplan::{_name}", _fake, lib=LIBRARY)

@@ -3,62 +3,44 @@
     allocate -> use .. done -> leave -> prefetch -> use ..        the tensor is freed -> forgotten
 
 Between `use` and `done` a block is in memory. Otherwise it may be away, in host memory or storage,
-and its address shows the file in which it lies (see `pages`). At no time do blocks and waiting
-pages take more than `limit_bytes`, unless what is in use at once does.
-
-Unchanged bytes are not written again: a digest of what was written is compared with what is there.
-That is exact, whoever may have written to the tensor meanwhile.
+and its tensors show what is there. At no time do blocks and waiting memory take more than
+`limit_bytes`, unless what is in use at once does. Unchanged bytes are not written again. How bytes
+get from one place to another is the device's matter (`BlockMemory`); when, is decided here.
 """
 
-import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 
 import torch
 
-from teraplan.runtime import pages
-from teraplan.runtime.state import page_moves
 from teraplan.runtime.state.block import Block, Key, Place
-from teraplan.runtime.state.digests import is_as_written
-from teraplan.runtime.state.held_pages import HeldPages
+from teraplan.runtime.state.block_memory import BlockMemory
+from teraplan.runtime.state.movable import is_movable
 from teraplan.runtime.state.move_log import MoveLog
-from teraplan.runtime.state.tenants import Tenants
 from teraplan.runtime.state.timeline import NEVER, Timeline
-from teraplan.runtime.storage.memory import digest
-from teraplan.runtime.tiers import Source, Tiers
 
 
 class StateArena:
     """Blocks in memory and below it. One thread at a time, but for tensors that end."""
 
-    def __init__(self, tiers: Tiers, limit_bytes: int) -> None:
-        self.tiers = tiers
-        """What is away stays readable when they are closed, as long as the tensor lives."""
-        self.limit_bytes = limit_bytes
+    def __init__(self, memory: BlockMemory, limit_bytes: int) -> None:
+        self.memory = memory
+        memory.limit_bytes = limit_bytes
         self.blocks: dict[Block, None] = {}
         """All that there are, in the order in which they were made."""
         self.sizes: dict[Key, int] = {}
         """Bytes of everything that has ever been here."""
-        self.log = MoveLog()
         self.make_room: Callable[[int], object] | None = None
         """Called before so many bytes more are held, where something else may be in their place."""
         self.timeline = Timeline()
-        self.planned_host_bytes = 0
-        """What a plan takes of host memory: the rest is for what leaves otherwise."""
         self.overrun_bytes = 0
         """The most that blocks in use at once have taken beyond the limit."""
-        self.lock = threading.RLock()
-        """Held while anything changes what lies at an address."""
-        self.memory = HeldPages()
-        self._tenants = Tenants()
+        self._lock = memory.lock
         self._away: dict[Key, Block] = {}
         self._alive: Counter[Key] = Counter()
         self._in_memory: OrderedDict[Block, None] = OrderedDict()
         """Least recently used first."""
-        self.shown: OrderedDict[Block, None] = OrderedDict()
-        """Where a file is shown."""
-        self._coming: set[Block] = set()
-        """Of `shown`, those that are being read into fresh pages, and some that have been."""
+        self._coming: dict[Block, None] = {}
         self._leaving: deque[Block] = deque()
         self._emptied: deque[Block] = deque()
         self._epoch = 0
@@ -67,21 +49,24 @@ class StateArena:
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block of a tensor that lives here, None for any other."""
-        return self._tenants.block_of(tensor)
+        return self.memory.block_of(tensor)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor is worth moving, and its memory can be anywhere."""
+        return is_movable(tensor, self.memory.device)
 
     def holds(self, address: int) -> bool | None:
         """Whether the tensor whose memory begins there is in memory; None if it is another's."""
-        block = self._tenants.block_at(address)
-        return block.held if block is not None else None
+        return self.memory.holds(address)
 
     def open(
         self, nbytes: int, key: Key, what: str, *, shape: tuple[int, ...], dtype: str
     ) -> Block:
         """A block in memory, with nothing in it yet."""
-        size = pages.round_up(nbytes)
-        with self.lock:
+        size = self.memory.size_of(nbytes)
+        with self._lock:
             self._settle()
-            address, _ = self._pages(size)
+            address, _ = self._take(size)
             block = Block(
                 key=key, what=what, shape=shape, dtype=dtype, address=address, nbytes=size
             )
@@ -92,39 +77,48 @@ class StateArena:
 
     def place(self, block: Block, like: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """An uninitialized tensor as `like` in a block, which ends with its last tensor."""
-        with self.lock:
-            return self._tenants.add(block, like, offset)
+        with self._lock:
+            return self.memory.place(block, like, offset)
 
     def close_block(self, block: Block) -> None:
         """The block is complete: it ends with its last tensor, and keeps what these take."""
-        with self.lock:
+        with self._lock:
             block.is_open = False
-            nbytes = pages.round_up(block.filled_bytes)
+            nbytes = self.memory.size_of(block.filled_bytes)
             if not block.num_tensors:
                 self._emptied.append(block)
             elif block.place is Place.MEMORY and block.record is None and nbytes < block.nbytes:
-                pages.release(block.address + nbytes, block.nbytes - nbytes)
-                self.memory.count(nbytes - block.nbytes)
-                block.nbytes = self.sizes[block.key] = nbytes
+                self.memory.cut(block, nbytes)
+                self.sizes[block.key] = block.nbytes
 
     def reserve(self, nbytes: int) -> None:
         """Keep `nbytes` of the limit for memory that is not from here, until `unreserve`."""
-        with self.lock:
+        with self._lock:
             self._settle()
             self._make_room(nbytes)
-            self.memory.count(nbytes)
+            self.memory.held.count(nbytes)
 
     def unreserve(self, nbytes: int) -> None:
         """So much of what was reserved is free again."""
-        with self.lock:
-            self.memory.count(-nbytes)
+        with self._lock:
+            self.memory.held.count(-nbytes)
 
     def close(self) -> None:
         """Keep no memory for later: what a tensor has is unmapped when it ends. Idempotent."""
-        self.make_room, self.limit_bytes = None, 0  # so nothing waits from now on
-        self.memory.spare = None
-        self.memory.shrink_to(0)
-        self._tenants.close(self._forget_ended)
+        self.make_room, self.memory.limit_bytes = None, 0  # so nothing waits from now on
+        self.memory.held.spare = None
+        self.memory.held.shrink_to(0)
+        self.memory.close(self._forget_ended)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the blocks may take now."""
+        return self.memory.limit_bytes
+
+    @property
+    def log(self) -> MoveLog:
+        """What moving has cost."""
+        return self.memory.log
 
     @property
     def total_bytes(self) -> int:
@@ -134,23 +128,21 @@ class StateArena:
     @property
     def held_bytes(self) -> int:
         """In memory, waiting pages included."""
-        return self.memory.nbytes
+        return self.memory.held.nbytes
 
     @property
     def in_use_bytes(self) -> int:
         """Of what is held, what blocks have."""
-        return self.memory.in_use_bytes
+        return self.memory.held.in_use_bytes
 
     def take_peak(self) -> int:
         """The most that was held since the last call."""
-        return self.memory.take_peak()
+        return self.memory.held.take_peak()
 
     @property
     def coming_bytes(self) -> int:
         """Of blocks that are being read: their pages may not have been touched yet."""
-        with self.lock:
-            self._coming = {b for b in self._coming if b.arrival is not None and not b.arrival.done}
-            return sum(block.nbytes for block in self._coming)
+        return self.memory.coming_bytes
 
     @property
     def waited_ns(self) -> int:
@@ -159,13 +151,18 @@ class StateArena:
 
     # -- uses ------------------------------------------------------------------------------------
 
-    def use(self, block: Block, *, writes: bool = False) -> None:
+    def use(self, block: Block, *, writes: bool = False, may_write: bool = False) -> None:
         """Bring the block into memory, to stay until `done`.
+
+        Args:
+            block: to be used.
+            writes: its record is of no use any more.
+            may_write: look whether it is before the block leaves.
 
         Raises:
             StorageError, IntegrityError, DeadlineError: its bytes could not be had.
         """
-        with self.lock:
+        with self._lock:
             self._settle()
             block.position = self.timeline.note(block.key)
             block.uses += 1
@@ -175,12 +172,14 @@ class StateArena:
             if writes:
                 block.changed = True
                 self._free_host(block)
+            if may_write:
+                self.memory.changes(block)
             self._in_memory.move_to_end(block)
 
     def bring_all(self, blocks: Iterable[Block]) -> None:
         """Start bringing back those that are away: all of `blocks` are about to be used at once."""
         blocks = list(blocks)
-        with self.lock:
+        with self._lock:
             self._settle()
             for block in blocks:  # none has to make room for another
                 block.uses += 1
@@ -195,7 +194,7 @@ class StateArena:
 
     def done(self, block: Block, *, leaves: bool) -> None:
         """The use is over; `leaves`: it is to leave before its next one."""
-        with self.lock:
+        with self._lock:
             block.uses -= 1
             if leaves and not block.uses and block.place is Place.MEMORY:
                 self._start_leaving(block)
@@ -203,7 +202,7 @@ class StateArena:
 
     def prefetch(self) -> None:
         """Start bringing back what is used next, as far as there is room."""
-        with self.lock:
+        with self._lock:
             self._settle()
             room = self.limit_bytes - self.in_use_bytes
             for key in self.timeline.ahead():
@@ -222,8 +221,8 @@ class StateArena:
 
     def keep_to(self, limit_bytes: int) -> None:
         """From now on hold no more than this, if what is in use lets it."""
-        with self.lock:
-            self.limit_bytes = limit_bytes
+        with self._lock:
+            self.memory.limit_bytes = limit_bytes
             self._settle()
             self._make_room(0)
 
@@ -232,20 +231,20 @@ class StateArena:
 
         Where a tier has no room for its part, all goes to the other. What has a record goes there.
         """
-        with self.lock:
+        with self._lock:
             if self._is_here(block) and not block.uses and not block.leaving:
                 self._start_leaving(block, host_bytes)
 
     def see_out(self, block: Block, host_bytes: int = 0) -> None:
         """Wait until the block has left, unless it is in use."""
-        with self.lock:
+        with self._lock:
             self.send_out(block, host_bytes)
             while self._is_here(block) and block.leaving:
                 self._finish_leaving(block)
 
     def fetch(self, block: Block) -> None:
         """Start bringing the block back, if it is away."""
-        with self.lock:
+        with self._lock:
             if block in self.blocks and block.place is Place.AWAY:
                 self._start_back(block)
 
@@ -256,27 +255,27 @@ class StateArena:
         """Anything may have been written to any block since the last call."""
         self._epoch += 1
 
+    def user_may_run(self) -> None:
+        """A graph's last site: see to it that what is written to any block then is not lost."""
+        if not self.memory.comes_beside_user_code:
+            with self._lock:
+                for block in list(self._coming):
+                    self._bring(block)
+
     # -- going out -------------------------------------------------------------------------------
 
     def _start_leaving(self, block: Block, host_bytes: int | None = None) -> None:
-        address, nbytes = block.address, block.nbytes
         if block.record is not None and not block.leaving:
-            if not block.changed and is_as_written(block):
+            since = block.epoch == self._epoch
+            if not block.changed and self.memory.is_as_written(block, since_user_ran=since):
                 if block.record.done:
                     self._take_out(block)
                     return
             else:
                 self._drop_record(block)
         if block.record is None:
-            block.digest = digest(address, nbytes)
-            block.epoch = self._epoch
-            if host_bytes is None:
-                goes = self.tiers.has_host_room(nbytes, beside_bytes=self.planned_host_bytes)
-                host_bytes = nbytes if goes else 0
-            source = Source(address, nbytes, owner=block, label=block.label, is_compared=True)
-            block.record = self.tiers.put_where_there_is_room(source, host_bytes)
-            block.changed = False
-            self.log.count(block.record.writes)
+            self.memory.start_out(block, host_bytes)
+            block.epoch, block.changed = self._epoch, False
         block.leaving = True
         self._leaving.append(block)
 
@@ -294,23 +293,22 @@ class StateArena:
 
     def _finish_leaving(self, block: Block) -> None:
         """The record is written: if the block still holds the same bytes, it goes."""
-        assert block.record is not None
-        self.log.wait(self.tiers, block, block.record.writes, "to leave")
-        same_epoch = block.epoch == self._epoch
-        if block.changed or not (same_epoch or is_as_written(block)):
+        self.memory.wait_out(block)
+        since = block.epoch == self._epoch
+        is_same = since or self.memory.is_as_written(block, since_user_ran=False)
+        if block.changed or not is_same:
             self._drop_record(block)
             self._start_leaving(block)
             return
         self._take_out(block)
 
     def _take_out(self, block: Block) -> None:
-        """The block's bytes are in its record: free its pages, show the record in their place."""
-        waiting = page_moves.take_out(block, self.tiers)
-        self._give(waiting, block.nbytes)
-        block.place, block.leaving, block.touched = Place.AWAY, False, False
+        """The block's bytes are in its record: show that, and free the block's memory."""
+        self.memory.take_out(block)
+        self.memory.held.shrink_to(self.limit_bytes)
+        block.place, block.leaving = Place.AWAY, False
         del self._in_memory[block]
         self._away[block.key] = block
-        self.shown[block] = None
 
     def _free_host(self, block: Block) -> None:
         """Give back what a record that is of no more use takes of host memory."""
@@ -319,49 +317,43 @@ class StateArena:
 
     def _drop_record(self, block: Block) -> None:
         if block.record is not None:
-            self.tiers.drop(block.record)
+            self.memory.drop(block)
         block.record, block.changed, block.leaving = None, True, False
 
     # -- coming back -----------------------------------------------------------------------------
 
     def _start_back(self, block: Block, *, urgent: bool = False) -> None:
         assert block.record is not None, f"{block.label} is away without a record"
-        block.landing, is_touched = self._pages(block.nbytes)
+        block.landing, is_touched = self._take(block.nbytes)
         self._away.pop(block.key, None)
         block.epoch = self._epoch
-        block.arrival = self.tiers.get(block.record, block.landing, owner=block, urgent=urgent)
+        self.memory.start_back(block, is_touched=is_touched, urgent=urgent)
         block.place = Place.COMING
-        if not is_touched:
-            self._coming.add(block)
-        self.log.count(block.arrival.reads)
+        self._coming[block] = None
 
     def _bring(self, block: Block) -> None:
         if block.place is Place.AWAY:
             self._start_back(block, urgent=True)
-        assert block.arrival is not None
-        self.log.wait(self.tiers, block, block.arrival.reads, "to come back")
-        page_moves.land(block)
-        del self.shown[block]
+        self.memory.land(block, since_user_ran=block.epoch == self._epoch)
+        del self._coming[block]
+        block.epoch = self._epoch
         block.arrival, block.landing, block.place = None, 0, Place.MEMORY
         self._in_memory[block] = None
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def _pages(self, nbytes: int) -> tuple[int, bool]:
-        """Address of pages for a block, after making room for them, and if they are touched."""
-        waiting = self.memory.take_waiting(nbytes)
+    def _take(self, nbytes: int) -> tuple[int, bool]:
+        """Address of memory for a block, after making room for it, and if it has been touched."""
+        held = self.memory.held
+        waiting = held.take_waiting(nbytes)
         if waiting is None:
             self._make_room(nbytes)
-            waiting = self.memory.take_waiting(nbytes) or self.memory.take_spare(nbytes)
+            waiting = held.take_waiting(nbytes) or held.take_spare(nbytes)
         if waiting is not None:
             return waiting, True
         if self.make_room is not None:
             self.make_room(nbytes)
-        return self.memory.take_fresh(nbytes), False
-
-    def _give(self, address: int, nbytes: int) -> None:
-        self.memory.give(address, nbytes)
-        self.memory.shrink_to(self.limit_bytes)
+        return held.take_fresh(nbytes), False
 
     def _make_room(self, nbytes: int) -> None:
         """Let blocks leave until `nbytes` more fit, those that are needed last first."""
@@ -369,7 +361,7 @@ class StateArena:
             if not self._let_one_leave():
                 self.overrun_bytes = max(self.overrun_bytes, beyond)
                 break
-        self.memory.shrink_to(self.limit_bytes - nbytes)
+        self.memory.held.shrink_to(self.limit_bytes - nbytes)
 
     def _let_one_leave(self) -> bool:
         while self._leaving:
@@ -387,7 +379,7 @@ class StateArena:
 
     def _take_one_that_comes(self) -> bool:
         """Wait for a block that was to come back ahead; now it can leave."""
-        coming = next((b for b in self.shown if b.place is Place.COMING and not b.uses), None)
+        coming = next((block for block in self._coming if not block.uses), None)
         if coming is None:
             return False
         self._bring(coming)
@@ -395,7 +387,7 @@ class StateArena:
 
     def _forget_ended(self) -> None:
         """Give back the memory of blocks whose tensors are gone."""
-        self._emptied.extend(b for b in self._tenants.emptied() if not b.is_open)
+        self._emptied.extend(b for b in self.memory.emptied() if not b.is_open)
         for _ in range(len(self._emptied)):
             block = self._emptied.popleft()
             busy = block.arrival is not None and not block.arrival.done
@@ -410,11 +402,7 @@ class StateArena:
         if self._away.get(block.key) is block:
             del self._away[block.key]
         self._in_memory.pop(block, None)
-        self.shown.pop(block, None)
+        self._coming.pop(block, None)
         self._drop_record(block)
-        if block.place is Place.MEMORY:
-            self._give(block.address, block.nbytes)
-            return
-        pages.release(block.address, block.nbytes)
-        if block.place is Place.COMING:
-            self._give(block.landing, block.nbytes)
+        self.memory.end(block)
+        self.memory.held.shrink_to(self.limit_bytes)

@@ -2,12 +2,35 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
-from teraplan.runtime.tiers import Away, Return
 from teraplan.step_trace import TensorKind
 
 Key = tuple[TensorKind, int]
 """What a step uses: the same in every step, also where the tensor is another one each time."""
+
+
+class Record(Protocol):
+    """The bytes of a block below the device, or on their way there."""
+
+    @property
+    def done(self) -> bool:
+        """True if none is under way, whether or not it went well."""
+        ...
+
+    @property
+    def takes_host(self) -> bool:
+        """True if some of it lies in host memory."""
+        ...
+
+
+class Arrival(Protocol):
+    """The bytes of a block on their way back."""
+
+    @property
+    def done(self) -> bool:
+        """True if none is under way, whether or not it went well."""
+        ...
 
 
 class Place(StrEnum):
@@ -15,14 +38,14 @@ class Place(StrEnum):
 
     MEMORY = "memory"
     COMING = "coming"
-    """Away; a read into other pages is under way."""
+    """Away; a read into other memory is under way."""
     AWAY = "away"
     """In host memory or storage."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """`nbytes` (whole pages) at `address`.
+    """`nbytes` at `address`, which on a CPU stays the same.
 
     In `MEMORY` there may be a `record` besides, and the bytes may be on their way out to it.
     """
@@ -35,7 +58,7 @@ class Block:
     address: int
     nbytes: int
     place: Place = Place.MEMORY
-    record: Away | None = None
+    record: Record | None = None
     digest: int = 0
     """Of the bytes that the record was made of."""
     changed: bool = True
@@ -48,9 +71,9 @@ class Block:
     """Uses under way: it must stay in memory."""
     epoch: int = 0
     """When the record was made, or the read begun."""
-    arrival: Return | None = None
+    arrival: Arrival | None = None
     landing: int = 0
-    """Address of the pages that the read goes to."""
+    """Address of the memory that the read goes to."""
     position: int | None = None
     """Of its latest use in the step before."""
 

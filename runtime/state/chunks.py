@@ -20,9 +20,6 @@ from teraplan.step_trace import TensorKind
 Sort = tuple[TensorKind, bool]
 """What shares a chunk: the kind, and whether it is frozen, since a chunk is written as a whole."""
 
-_TRANSFER_NS = 400_000
-"""That a transfer takes of the cores, however small: measured as the difference between steps that
-move 2,700 tensors of 64 KiB out and back, and none."""
 _OVERHEAD = 0.1
 """Part of a chunk's transfer that this may be."""
 _LIMIT_FRACTION = 1 / 64
@@ -36,17 +33,18 @@ _NAMES = {
 }
 
 
-def chunk_nbytes(link: Link | None, limit_bytes: int) -> int:
+def chunk_nbytes(link: Link | None, limit_bytes: int, *, transfer_ns: int) -> int:
     """Bytes of a chunk; 0 where there is nothing to gain.
 
     Args:
-        link: to storage.
+        link: that most of the state takes.
         limit_bytes: memory for the whole state.
+        transfer_ns: that a transfer takes of the cores, however small.
     """
     if link is None:
         return 0
     slowest = min(link.out_bytes_per_s, link.back_bytes_per_s)
-    enough = slowest * (_TRANSFER_NS + link.latency_ns) / _OVERHEAD / 1e9
+    enough = slowest * (transfer_ns + link.latency_ns) / _OVERHEAD / 1e9
     nbytes = int(min(enough, limit_bytes * _LIMIT_FRACTION)) // pages.PAGE_BYTES * pages.PAGE_BYTES
     return nbytes if nbytes >= 2 * MIN_SLOT_BYTES else 0
 

@@ -7,7 +7,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.runtime.state.block import Block
-from teraplan.runtime.state.movable import is_movable
 from teraplan.runtime.untraced import untraced
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ def watch_gradient(
             return
         alive.arena.user_may_have_run()  # in a hook of the user, between two gradients
         for gradient in (owner.grad, new):
-            block = alive.arena.block_of(gradient) if is_movable(gradient) else None
+            block = alive.arena.block_of(gradient) if alive.arena.takes(gradient) else None
             if block is not None:
                 alive.begin_use([block], changes=gradient is owner.grad)
                 pinned.append(block)
@@ -43,7 +42,7 @@ def watch_gradient(
         gradient = owner.grad
         if alive is None or alive.closed or gradient is None:
             return
-        if is_movable(gradient) and alive.arena.block_of(gradient) is None:
+        if alive.arena.takes(gradient) and alive.arena.block_of(gradient) is None:
             owner.grad = alive.settle(gradient)
         if alive.at_gradients is not None:
             alive.at_gradients.arrived(owner)

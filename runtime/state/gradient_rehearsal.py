@@ -20,7 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from teraplan.runtime import census
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.bits import Bits, StateBits, digest_of
-from teraplan.runtime.state.movable import is_movable
 from teraplan.runtime.state.stand_in import Values, equal, values_beside_state
 
 Optimizer = torch.optim.Optimizer
@@ -74,7 +73,7 @@ class Rehearsal:
         if self._values is None:
             self._values = values_beside_state(optimizer)
         seen = self._of(parameter)
-        if parameter.grad is not None and is_movable(parameter.grad):
+        if parameter.grad is not None and self._arena.takes(parameter.grad):
             seen.arrived.append(digest_of(parameter.grad))
             seen.version = parameter.grad._version
             seen.value = Bits.of(parameter)
@@ -105,7 +104,7 @@ class Rehearsal:
             seen = self._of(parameter)
             if len(seen.arrived) > 1:
                 yield _ADDED
-            if seen.arrived and (parameter.grad is None or not is_movable(parameter.grad)):
+            if seen.arrived and (parameter.grad is None or not self._arena.takes(parameter.grad)):
                 yield f"gradients are dropped or replaced {BETWEEN}"
             elif seen.arrived and _is_written(parameter.grad, seen):
                 yield f"gradients are changed {BETWEEN} (clipping, GradScaler, a hook)"

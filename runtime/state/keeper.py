@@ -42,6 +42,8 @@ class StateKeeper:
         self.refusal = ""
         """Why the training state stays although it should move."""
         self._steps: OptimizerSteps | None = None
+        self._updates_in_step = ""
+        """Why no parameter is updated in the backward although they are to be."""
         self._largest_bytes = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
         """Those that there were when the first graph was compiled."""
@@ -59,7 +61,7 @@ class StateKeeper:
     @property
     def could_move(self) -> bool:
         """True if the state stays, and would not with `training_state="moves"`."""
-        return not self.moves and self._device.moves_state and not self._config.encrypt
+        return not self.moves and not self._device.why_state_stays and not self._config.encrypt
 
     @property
     def may_start(self) -> bool:
@@ -67,6 +69,7 @@ class StateKeeper:
         config = self._config
         in_bytes = config.device_budget is not None and config.device_budget.nbytes is not None
         by_itself = config.training_state == "auto" and config.plan == "auto"
+        by_itself = by_itself and self._device.moves_state_unasked
         return self.could_move and in_bytes and by_itself
 
     @property
@@ -90,6 +93,8 @@ class StateKeeper:
             yield from self._not_used.fallbacks
         if self._at_gradients is not None:
             yield from self._at_gradients.fallbacks
+        if self._updates_in_step:
+            yield self._updates_in_step
 
     @property
     def limit_bytes(self) -> int:
@@ -229,6 +234,7 @@ class StateKeeper:
         budget = config.device_budget.resolve(whole)
         # Where the state has room, to move activations alone is faster.
         fits = config.device_budget.nbytes is None or whole <= budget
+        fits = fits or (not device.moves_state_unasked and not device.why_state_stays)
         if config.training_state == "auto" and fits:
             return None
         if config.encrypt:
@@ -237,10 +243,10 @@ class StateKeeper:
                 f"itself; so do gradients and optimizer state, {format_nbytes(whole)} in all"
             )
             return None
-        if not device.moves_state:
+        if device.why_state_stays:
             self.refusal = (
-                f"parameters stay on the device on {device.type.upper()}: not implemented; so do "
-                f"gradients and optimizer state, {format_nbytes(whole)} in all"
+                f"parameters stay on the device on {device.type.upper()}: {device.why_state_stays};"
+                f" so do gradients and optimizer state, {format_nbytes(whole)} in all"
             )
             return None
         log.info("training state of %s moves", format_nbytes(whole))
@@ -249,11 +255,18 @@ class StateKeeper:
     def _open(self, left_bytes: int) -> None:
         """Start with a part of what is left of the budget."""
         limit_bytes = int(max(0, left_bytes) * _FIRST_SHARE)
-        chunk_bytes = chunk_nbytes(self._device.hardware().storage_link, limit_bytes)
-        device, at_gradients = self._device, self._config.update == "gradient"
-        tiers = device.tiers
-        assert tiers is not None, "else it would not move"
-        self.state = TrainingState(tiers, limit_bytes, chunk_bytes=chunk_bytes)
+        device = self._device
+        memory = device.state_memory()
+        at_gradients = self._config.update == "gradient" and memory.is_read_by_host
+        if self._config.update == "gradient" and not at_gradients:
+            self._updates_in_step = (
+                'with update="gradient" parameters are updated in the step all the same: the host, '
+                f"which has to see what changes them, does not read memory on {device.type.upper()}"
+            )
+        chunk_bytes = chunk_nbytes(
+            memory.link(device.hardware()), limit_bytes, transfer_ns=memory.transfer_ns
+        )
+        self.state = TrainingState(memory, limit_bytes, chunk_bytes=chunk_bytes)
         self.state.make_room, self.state.spare_pages = device.make_room, device.spare_pages
         device.keeps_beside(self.state.arena)
         self._not_used = NotUsedYet(self.state, lambda: self._least_bytes)  # its hook is the first

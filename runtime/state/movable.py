@@ -6,10 +6,10 @@ from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.state.lease import span_nbytes
 
 
-def is_movable(tensor: torch.Tensor) -> bool:
-    """True if the tensor is worth moving and its memory can be anywhere."""
+def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
+    """True if the tensor is on `device`, worth moving, and its memory can be anywhere."""
     return (
-        tensor.device.type == "cpu"
+        tensor.device == device
         and tensor.layout == torch.strided
         and not tensor.is_quantized
         and type(tensor) in (torch.Tensor, torch.nn.Parameter)

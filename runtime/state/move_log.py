@@ -65,7 +65,11 @@ class MoveLog:
     def count(self, moves: Sequence[Moved]) -> None:
         """These have been started."""
         for move in moves:
-            self._moved_bytes[move.tier, move.transfer.direction] += move.transfer.nbytes
+            self.note(move.tier, move.transfer.direction, move.transfer.nbytes)
+
+    def note(self, tier: Tier, direction: Direction, nbytes: int) -> None:
+        """Something has been started that its device keeps account of otherwise."""
+        self._moved_bytes[tier, direction] += nbytes
 
     def wait(self, tiers: Tiers, block: Block, moves: Sequence[Moved], what: str) -> None:
         """Wait for the transfers of a block.

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.runtime.census import STATES_OF_UNKNOWN
-from teraplan.runtime.state.movable import is_movable, is_shared
+from teraplan.runtime.state.movable import is_shared
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.runtime.state.step_hooks import calling, is_nested
 from teraplan.runtime.state.training_state import TrainingState
@@ -34,7 +34,7 @@ class NotUsedYet:
         """Let these move: graphs to come use them."""
         mine = self._state.arena.block_of
         wanted = (p for p in parameters if p not in self._seen and mine(p) is None)
-        new = [p for p in wanted if is_movable(p) and not is_shared(p)]
+        new = [p for p in wanted if self._state.arena.takes(p) and not is_shared(p)]
         self._state.adopt_parameters(new)
         self._state.unused.update(dict.fromkeys(new, True))
 

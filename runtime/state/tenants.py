@@ -6,11 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from teraplan.runtime.locks import if_free
 from teraplan.runtime.state.block import Block
-from teraplan.runtime.state.lease import span_nbytes, tensor_at
 
 
 class Tenants:
@@ -18,27 +15,24 @@ class Tenants:
 
     def __init__(self) -> None:
         self._block_at: dict[int, Block] = {}
-        """By address of a tensor's memory."""
-        self._ended: deque[tuple[Block, int]] = deque()
+        """By what a tensor's memory is known by: no other's is known so while it is there."""
+        self._ended: deque[Block] = deque()
         self._release: Callable[[], None] | None = None
         self._lock = threading.Lock()
         """Held while `_release` runs."""
 
-    def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The block of a tensor that is in one, None for any other."""
-        return self.block_at(tensor.untyped_storage().data_ptr())
+    def block_at(self, number: int) -> Block | None:
+        """The block of the tensor whose memory is known by this; None if it is in none."""
+        return self._block_at.get(number)
 
-    def block_at(self, address: int) -> Block | None:
-        """The same by the address of the tensor's memory."""
-        return self._block_at.get(address)
+    def enter(self, block: Block, number: int) -> Callable[[], None]:
+        """Another tensor is in a block; returns what to call when its memory is nobody's.
 
-    def add(self, block: Block, like: torch.Tensor, offset: int) -> torch.Tensor:
-        """An uninitialized tensor as `like`, `offset` bytes from the block's beginning."""
-        address = block.address + offset
-        self._block_at[address] = block
+        It may be called in any thread, also in the middle of anything.
+        """
+        self._block_at[number] = block
         block.num_tensors += 1
-        ended = partial(self._end, block, address)
-        return tensor_at(address, span_nbytes(like), like, ended)
+        return partial(self._end, block, number)
 
     def close(self, release: Callable[[], None]) -> None:
         """Nobody will ask what is `emptied`: `release` does now, and whenever a tensor ends."""
@@ -46,9 +40,9 @@ class Tenants:
         if_free(self._lock, release)
         self._release_ended()
 
-    def _end(self, block: Block, address: int) -> None:
-        """A tensor's memory is nobody's. Called in any thread, also in the middle of anything."""
-        self._ended.append((block, address))
+    def _end(self, block: Block, number: int) -> None:
+        self._block_at.pop(number, None)  # now: the next tensor's may be known by it
+        self._ended.append(block)
         self._release_ended()
 
     def _release_ended(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -59,8 +53,7 @@ class Tenants:
     def emptied(self) -> Iterator[Block]:
         """The blocks whose last tensor has ended since the last call."""
         for _ in range(len(self._ended)):
-            block, address = self._ended.popleft()
-            del self._block_at[address]
+            block = self._ended.popleft()
             block.num_tensors -= 1
             if not block.num_tensors:
                 yield block

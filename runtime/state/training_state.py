@@ -16,18 +16,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.device import SparePages
-from teraplan.runtime.pages import round_up
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.at_gradients import AtGradients
 from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.state.chunks import Chunks, Sort
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.gradient_hooks import watch_gradient
 from teraplan.runtime.state.lease import span_nbytes
-from teraplan.runtime.state.movable import is_movable, is_shared
+from teraplan.runtime.state.movable import is_shared
 from teraplan.runtime.state.move_log import Traffic
-from teraplan.runtime.state.trimmer import Trimmer
-from teraplan.runtime.tiers import Tiers
 from teraplan.step_trace import TensorKind
 
 
@@ -52,8 +50,10 @@ class Sites(Protocol):
 class TrainingState:
     """See the module's text. Its methods are called by the training thread."""
 
-    def __init__(self, tiers: Tiers, limit_bytes: int, *, chunk_bytes: int = 0) -> None:
-        self.arena = StateArena(tiers, limit_bytes)
+    def __init__(self, memory: BlockMemory, limit_bytes: int, *, chunk_bytes: int = 0) -> None:
+        self.arena = StateArena(memory, limit_bytes)
+        self._memory = memory
+        memory.watch()
         self._chunks = Chunks(self.arena, chunk_bytes)
         self.limit_bytes = limit_bytes
         """The most memory that it takes while no plan says anything else."""
@@ -67,7 +67,6 @@ class TrainingState:
         self.at_gradients: AtGradients | None = None
         """Set where parameters may be updated in the backward."""
         self._follows_plan = False
-        self._trimmer = Trimmer(self.arena)
         self._leaves: frozenset[int] = frozenset()
         self._leaves_limit = -1
         self.last_step = Traffic()
@@ -100,7 +99,7 @@ class TrainingState:
         self.arena.user_may_have_run()
         with torch.inference_mode(False):  # what is made there could never be trained
             for parameter in parameters:
-                if is_movable(parameter):
+                if self.arena.takes(parameter):
                     self._adopt_parameter(parameter)
 
     def _adopt_parameter(self, parameter: torch.Tensor) -> None:
@@ -172,7 +171,7 @@ class TrainingState:
         """Move the tensors of one parameter's optimizer state into the arena."""
         for name in state:
             value = state[name]
-            if not isinstance(value, torch.Tensor) or not is_movable(value):
+            if not isinstance(value, torch.Tensor) or not self.arena.takes(value):
                 continue
             if self.arena.block_of(value) is None:
                 state[name] = self._copy(value, (TensorKind.OPTIMIZER_STATE, False), name)
@@ -233,9 +232,9 @@ class TrainingState:
             host_bytes: the most host memory that it takes.
         """
         self._follows_plan = follows
-        self.arena.planned_host_bytes = host_bytes
+        self._memory.planned_host_bytes = host_bytes
         self.arena.make_room = self.make_room if follows else None
-        self.arena.memory.spare = self.spare_pages if follows else None
+        self._memory.held.spare = self.spare_pages if follows else None
         if not follows:
             self.arena.keep_to(self.limit_bytes)
 
@@ -251,12 +250,12 @@ class TrainingState:
         blocks = list(self.arena.blocks)
         lasting = sum(b.nbytes for b in blocks if b.key[0] is not TensorKind.GRADIENT)
         trained = (p for p in self._watched if p.requires_grad)
-        return lasting + sum(round_up(span_nbytes(p)) for p in trained)
+        return lasting + sum(self._memory.size_of(span_nbytes(p)) for p in trained)
 
     # -- what compiled graphs call ---------------------------------------------------------------
 
-    def acquire(self, parameter: torch.Tensor) -> None:
-        """A graph is about to use the parameter, or a view of it."""
+    def acquire(self, parameter: torch.Tensor, *, changes: bool = False) -> None:
+        """A graph is about to use the parameter, or a view of it; `changes`: to write to it."""
         if self.closed:
             return
         block = self.arena.block_of(parameter)
@@ -267,7 +266,7 @@ class TrainingState:
             self.unused.pop(parameter, None)  # type: ignore[no-untyped-call]
         if self.at_gradients is not None:
             self.at_gradients.used(parameter, block, in_step=self.in_step)
-        self.begin_use([block])
+        self.begin_use([block], changes=changes)
 
     def release(self, parameter: torch.Tensor) -> None:
         """The graph has used it for the last time."""
@@ -333,18 +332,19 @@ class TrainingState:
         self, blocks: Sequence[Block], *, changes: bool = False, update: bool = False
     ) -> None:
         """Bring blocks into memory, to stay until `end_use`; `update`: for an optimizer."""
-        bring = partial(self._bring, blocks, writes=changes and update)
+        bring = partial(self._bring, blocks, changes=changes, update=update)
         if self.sites is not None and blocks and (self.in_step or update):
             self.sites.use(blocks, bring, changes=changes, update=update)
         else:
             bring()
 
-    def _bring(self, blocks: Sequence[Block], *, writes: bool) -> None:
+    def _bring(self, blocks: Sequence[Block], *, changes: bool, update: bool) -> None:
         if len(blocks) > 1:
             self.arena.bring_all(blocks)
         for block in blocks:
-            self.arena.use(block, writes=writes and block.key[0] is not TensorKind.GRADIENT)
-        if not self._follows_plan:
+            writes = changes and update and block.key[0] is not TensorKind.GRADIENT
+            self.arena.use(block, writes=writes, may_write=changes)
+        if not self._follows_plan and self._memory.comes_beside_user_code:
             self.arena.prefetch()
 
     def end_use(self, blocks: Sequence[Block], *, update: bool = False) -> None:
@@ -369,13 +369,12 @@ class TrainingState:
     def tidy(self) -> None:
         """Forget what has ended, and take out of memory what user code has touched of the rest."""
         self.arena.keep_to(self.arena.limit_bytes)
-        self._trimmer.drop_all()
+        self._memory.tidy()
 
     def close(self) -> None:
         """Nothing moves from now on; what is away stays readable, also in a closed storage."""
         self.closed = True
         self._chunks.close()
-        self._trimmer.close()
         self.arena.close()
 
 

@@ -8,9 +8,12 @@ import os
 import threading
 import weakref
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from teraplan.runtime import pages, process_memory
-from teraplan.runtime.state.arena import StateArena
+
+if TYPE_CHECKING:
+    from teraplan.runtime.state.page_memory import PageMemory
 
 _PERIOD_S, _PERIOD_WHILE_TOUCHED_S = 0.01, 0.001
 """In the longer one some 20 MB can come."""
@@ -20,20 +23,20 @@ _ALLOWED_FRACTION = 1 / 8
 
 
 class Trimmer:
-    """The thread; ends with its arena or with `close`."""
+    """The thread; ends with its memory or with `close`."""
 
-    def __init__(self, arena: StateArena) -> None:
-        self._closed, self._arena = threading.Event(), weakref.ref(arena)
+    def __init__(self, memory: "PageMemory") -> None:
+        self._closed, self._memory = threading.Event(), weakref.ref(memory)
         self._thread = threading.Thread(
-            target=_run, args=(self._arena, self._closed), name="teraplan-trim", daemon=True
+            target=_run, args=(self._memory, self._closed), name="teraplan-trim", daemon=True
         )
         self._thread.start()
 
     def drop_all(self) -> None:
         """Take out of memory now what has been touched."""
-        arena = self._arena()
-        if arena is not None:
-            _drop_touched(arena, arena.total_bytes)
+        memory = self._memory()
+        if memory is not None:
+            _drop_touched(memory, None)
 
     def close(self) -> None:
         """End the thread."""
@@ -42,7 +45,7 @@ class Trimmer:
             self._thread.join()
 
 
-def _run(reference: "weakref.ref[StateArena]", closed: threading.Event) -> None:
+def _run(reference: "weakref.ref[PageMemory]", closed: threading.Event) -> None:
     before = usual = process_memory.mapped_file_bytes()
     period_s = _PERIOD_S
     while not closed.wait(period_s):
@@ -51,13 +54,13 @@ def _run(reference: "weakref.ref[StateArena]", closed: threading.Event) -> None:
         before, usual = now, min(usual, now)
         if now - usual <= _LEAST_ALLOWED_BYTES:
             continue
-        arena = reference()
-        if arena is None:
+        memory = reference()
+        if memory is None:
             return
-        if now - usual > _allowed_bytes(arena.limit_bytes):
-            _drop_touched(arena, now - usual)
+        if now - usual > _allowed_bytes(memory.limit_bytes):
+            _drop_touched(memory, now - usual)
             before = usual = process_memory.mapped_file_bytes()
-        del arena
+        del memory
 
 
 def _allowed_bytes(limit_bytes: int) -> int:
@@ -65,24 +68,24 @@ def _allowed_bytes(limit_bytes: int) -> int:
     return min(max(part, _LEAST_ALLOWED_BYTES), _MOST_ALLOWED_BYTES)
 
 
-def _drop_touched(arena: StateArena, nbytes: int) -> None:
+def _drop_touched(memory: "PageMemory", nbytes: int | None) -> None:
     """Take what user code has touched of blocks that are away out of memory again.
 
-    Looks for about `nbytes`, first where such bytes were found the last time: whoever reads all of
-    the state reads it in order.
+    Looks for about `nbytes`, or for all, first where such bytes were found the last time: whoever
+    reads all of the state reads it in order.
     """
-    with arena.lock:
-        for _ in range(len(arena.shown)):
-            block = next(iter(arena.shown))
+    with memory.lock:
+        for _ in range(len(memory.shown)):
+            block = next(iter(memory.shown))
             found = pages.touched_bytes(block.address, block.nbytes)
             if found:
                 block.touched = True
                 pages.drop_mapped(block.address, block.nbytes)
-                assert block.record is not None
                 with suppress(OSError):  # closed, at exit or by a collection in this very thread
-                    for fd, offset, length in arena.tiers.pieces(block.record):
+                    for fd, offset, length in memory.pieces(block):
                         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
-                nbytes -= found
-                if nbytes <= 0:
-                    return
-            arena.shown.move_to_end(block)
+                if nbytes is not None:
+                    nbytes -= found
+                    if nbytes <= 0:
+                        return
+            memory.shown.move_to_end(block)

@@ -78,7 +78,7 @@ def check(
         assert arena.overrun_bytes == 0, seen
         device_budget = limited.options["device_budget"]
         assert isinstance(device_budget, int)
-        assert arena.memory.peak_bytes <= device_budget
+        assert arena.memory.held.peak_bytes <= device_budget
     return state
 
 

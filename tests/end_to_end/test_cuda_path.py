@@ -6,7 +6,7 @@ threads. The computation runs on the host, so a stream that it must not overtake
 
 import ctypes
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -20,12 +20,22 @@ from teraplan.planners.update_share import UpdateRates
 from teraplan.runtime import cuda_device, feedback
 from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.device import Beside
+from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.state import host_choice, host_rates
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
 from tests.end_to_end import hosting, moving
-from tests.end_to_end.training import Program, assert_same, tight, training, unlimited
+from tests.end_to_end.training import (
+    UNLIMITED,
+    Program,
+    assert_same,
+    run,
+    tight,
+    training,
+    unlimited,
+)
 from tests.fakes.fake_cuda import FakeCuda, HostStream
 from tests.fakes.slow_link import link_of
 
@@ -64,6 +74,38 @@ _MEMORY = (
 )
 
 
+class _Beside:
+    """Memory of moving training state, which here is memory of tensors, too."""
+
+    def __init__(self, beside: Beside) -> None:
+        self._beside = beside
+
+    @property
+    def held_bytes(self) -> int:
+        return self._beside.held_bytes
+
+    def take_peak(self) -> int:
+        return self._beside.take_peak()
+
+    coming_bytes = 0
+    waited_ns = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self._beside.total_bytes + self._beside.held_bytes
+
+    def holds(self, address: int) -> bool | None:
+        return None
+
+
+class _Pools(PinnedPool):
+    """Host memory, which is no memory of the device although tensors lie over it."""
+
+    def __init__(self, pools: Iterable[PinnedPool]) -> None:
+        super().__init__(0, pin=None)
+        self.mapped_bytes = sum(pool.mapped_bytes for pool in pools)
+
+
 class CudaPath(CudaDevice):
     """Counts memory as the CPU device does, and moves bytes as the CUDA device does."""
 
@@ -71,8 +113,12 @@ class CudaPath(CudaDevice):
         self.cpu = CpuDevice(storage=storage, host_bytes=0)
         super().__init__(CudaOnHost(), storage, host_bytes=host_bytes, staging_bytes=STAGING)
         self.pool.prepare()
+        self.cpu.host_pool = _Pools(self._pools())
         for name in _MEMORY:
             setattr(self, name, getattr(self.cpu, name))
+
+    def keeps_beside(self, beside: Beside) -> None:
+        self.cpu.keeps_beside(_Beside(beside))
 
     def hardware(self) -> Hardware:
         found = super().hardware()
@@ -208,3 +254,22 @@ def test_state_that_does_not_fit_goes_to_the_host(monkeypatch: pytest.MonkeyPatc
     assert_same(reference, found)
     assert {s.host_updates for s in found.statuses} == {3}
     assert found.statuses[-1].host_state_bytes >= 700_000
+
+
+def check_moving(program: Program, *, budget: int = moving.BUDGET, **options: object) -> None:
+    """The same bits with parameters, gradients and optimizer state in host memory for the most."""
+    reference = run(program, device_budget=UNLIMITED, training_state="stays", **options)
+    limited = moving.run_least(program, budget, **options)
+    assert_same(reference, limited)
+    arena = moving.moving().arena
+    traffic = arena.log.traffic
+    assert traffic.from_host_bytes > arena.total_bytes, "little had to come back"
+    assert traffic.written_bytes == 0
+    assert arena.overrun_bytes == 0
+    assert limited.final.phase == "planned"
+
+
+@pytest.mark.usefixtures("_much_host_memory")
+@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+def test_training_state_in_host_memory(kernels: str) -> None:
+    check_moving(moving.training(moving.adamw), kernels=kernels)

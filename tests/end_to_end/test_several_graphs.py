@@ -12,6 +12,7 @@ from teraplan.runtime import pages
 from teraplan.runtime.state.block import Place
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_least, states
 from tests.end_to_end.training import UNLIMITED, Program, Run, assert_same, run, sessions
+from tests.runtime.state_arena import pages_of
 
 WIDTH, ROWS, STEPS = 512, 64, 6
 LAYER_BYTES = WIDTH * WIDTH * 4
@@ -266,7 +267,7 @@ def test_evaluation_does_not_read_through_the_file(kernels: str) -> None:
             state.tidy()
         with torch.no_grad():
             model(torch.ones(ROWS, WIDTH))
-        shown = [block for state in alive for block in list(state.arena.shown)]
+        shown = [block for state in alive for block in list(pages_of(state.arena).shown)]
         away = [block for block in shown if block.place is Place.AWAY]
         return sum(pages.touched_bytes(block.address, block.nbytes) for block in away)
 

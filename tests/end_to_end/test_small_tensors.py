@@ -23,7 +23,7 @@ TOGETHER = 2
 def _chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some tensors each, which for a state as small as this would not be done."""
     nbytes = TOGETHER * 4 * moving.WIDTH * moving.WIDTH
-    monkeypatch.setattr(keeper, "chunk_nbytes", lambda *_: nbytes)
+    monkeypatch.setattr(keeper, "chunk_nbytes", lambda *_, **__: nbytes)
 
 
 def blocks_by_kind() -> Counter[TensorKind]:
@@ -108,7 +108,7 @@ class Mixed(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [256 * KIB, 512 * KIB])
 def test_small_ones_beside_large_ones(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "chunk_nbytes", lambda *_: nbytes)
+    monkeypatch.setattr(keeper, "chunk_nbytes", lambda *_, **__: nbytes)
     make: Callable[[], MLP] = Mixed  # type: ignore[assignment]
     check(training(adamw, make_model=make), budget=6 << 20)
     assert max(block.num_tensors for block in moving.moving().arena.blocks) > 1

@@ -20,6 +20,7 @@ from teraplan.step_trace import TensorKind
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_moving, training
 from tests.end_to_end.test_state_plan import planned_case
 from tests.end_to_end.training import Program, Run, assert_same, run
+from tests.runtime.state_arena import pages_of
 
 MIB = 1 << 20
 STATE_BYTES = 6 * 3 * 192 * 192 * 4
@@ -52,7 +53,7 @@ def test_what_host_memory_has_no_room_for_goes_to_storage(host_budget: int) -> N
     reference = plain(program())
     limited = run_moving(program(), host_budget=host_budget)
     assert_same(reference, limited)
-    host = moving().arena.tiers.host
+    host = pages_of(moving().arena).tiers.host
     assert host is not None
     assert host.bytes_in_use + host.free_bytes <= host_budget
     (memory,) = host.traffic.stores

@@ -30,6 +30,7 @@ from tests.end_to_end.moving import (
     training,
 )
 from tests.end_to_end.training import MLP, Program, Run, run, sessions
+from tests.runtime.state_arena import pages_of
 
 OPTIMIZERS: dict[str, Optimizers] = {
     "AdamW": adamw,
@@ -114,7 +115,7 @@ def test_a_model_from_the_meta_device() -> None:
             optimizer.zero_grad()
 
     state = check(program)
-    assert state.arena.memory.peak_bytes < state.arena.total_bytes
+    assert state.arena.memory.held.peak_bytes < state.arena.total_bytes
     torch.manual_seed(7)
     plain = model()
     torch.manual_seed(7)
@@ -156,7 +157,7 @@ def test_several_storage_directories(disk: Path) -> None:
         budget=24 << 20,
         storage=[str(directory) for directory in directories],
     )
-    assert all(store.written_bytes > 0 for store in state.arena.tiers.storage.stores)
+    assert all(store.written_bytes > 0 for store in pages_of(state.arena).tiers.storage.stores)
 
 
 class Tied(MLP):
@@ -333,7 +334,7 @@ def test_tensors_stay_readable_when_everything_is_over() -> None:
 def test_where_it_is_not_implemented_it_stays_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CpuDevice, "moves_state", False)
+    monkeypatch.setattr(CpuDevice, "why_state_stays", "not implemented")
     stays = run(training(adamw), device_budget=1 << 30, training_state="moves")
     (fallback,) = stays.statuses[-1].fallbacks
     assert "parameters stay on the device on CPU: not implemented" in fallback

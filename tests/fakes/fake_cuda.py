@@ -123,6 +123,7 @@ def _fill(address: int, nbytes: int, _alive: bytearray) -> None:
 class FakeCuda(CudaRuntime):
     name = "fake GPU"
     type = "cpu"
+    device = torch.device("cpu")
 
     def __init__(
         self, *, seed: int = 0, why_not_pinned: str = "", slowest_s: float = 0.003
@@ -219,6 +220,9 @@ class FakeCuda(CudaRuntime):
 
     def unpin(self, address: int) -> None:
         del self.pinned[address]
+
+    def why_not_shown(self, address: int) -> str:
+        return "" if self._is_pinned(address, 1) else f"{address:#x} is not pinned"
 
     def memory(self, kind: str, which: str) -> int:
         return self._memory.peak if which == "peak" else self._memory.in_use_bytes

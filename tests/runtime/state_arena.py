@@ -7,6 +7,7 @@ from pathlib import Path
 
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.state.arena import StateArena
+from teraplan.runtime.state.page_memory import PageMemory
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.runtime.tiers import Tiers
 
@@ -19,6 +20,12 @@ def opened(limit_bytes: int, host_bytes: int = 0) -> Iterator[StateArena]:
     ):
         room = PinnedPool(host_bytes, pin=None)
         host = Storage.in_memory(room) if host_bytes else None
-        yield StateArena(Tiers(storage, host), limit_bytes)
+        yield StateArena(PageMemory(Tiers(storage, host)), limit_bytes)
         if host is not None:
             host.close()
+
+
+def pages_of(arena: StateArena) -> PageMemory:
+    """Where an arena of the CPU has its blocks."""
+    assert isinstance(arena.memory, PageMemory)
+    return arena.memory

@@ -20,9 +20,11 @@ from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.state.trimmer import Trimmer
+from teraplan.runtime.tiers import Return
 from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
 from tests.runtime import state_arena
+from tests.runtime.state_arena import pages_of
 
 A, B, C = ((TensorKind.PARAMETER, number) for number in range(3))
 G = (TensorKind.GRADIENT, 0)
@@ -54,7 +56,7 @@ def out_bytes(arena: StateArena) -> int:
 def test_what_is_away_is_read_at_its_address(arena: StateArena) -> None:
     tensors = [filled(arena, number)[0] for number in range(12)]
     assert arena.held_bytes <= 4 * MIB
-    assert arena.memory.peak_bytes <= 4 * MIB
+    assert arena.memory.held.peak_bytes <= 4 * MIB
     for number, tensor in enumerate(tensors):
         assert torch.equal(tensor, torch.full_like(tensor, float(number)))
 
@@ -124,8 +126,8 @@ def test_what_is_written_while_away_comes_back(arena: StateArena) -> None:
 def test_a_write_after_the_read_has_begun_wins(arena: StateArena) -> None:
     tensor, block = away(arena, 1)
     arena._start_back(block)
-    assert block.arrival is not None
-    arena.tiers.wait(block.arrival.reads, what="the test")
+    assert isinstance(block.arrival, Return)
+    pages_of(arena).tiers.wait(block.arrival.reads, what="the test")
     tensor[7] = 3.0
     arena.use(block)
     assert tensor[7] == 3.0
@@ -133,8 +135,7 @@ def test_a_write_after_the_read_has_begun_wins(arena: StateArena) -> None:
 
 def test_bytes_that_the_disk_changes_are_an_error(arena: StateArena) -> None:
     kept, block = away(arena, 1)
-    assert block.record is not None
-    ((fd, offset, nbytes),) = arena.tiers.pieces(block.record)
+    ((fd, offset, nbytes),) = pages_of(arena).pieces(block)
     assert nbytes == kept.nbytes
     with mmap.mmap(-1, mmap.PAGESIZE) as page:  # direct I/O takes whole pages only
         page[0] = 9
@@ -154,13 +155,13 @@ def test_ended_tensors_give_their_memory_back(arena: StateArena) -> None:
             break
         time.sleep(0.01)
     assert not arena.blocks
-    assert arena.tiers.storage.bytes_in_use == 0
+    assert pages_of(arena).tiers.storage.bytes_in_use == 0
 
 
 def test_memory_that_it_does_not_need_is_others_and_the_other_way_round(
     arena: StateArena,
 ) -> None:
-    pool = arena.memory.spare = CpuPool()
+    pool = arena.memory.held.spare = CpuPool()
     kept = [filled(arena, number) for number in range(4)]
     blocks = [block for _, block in kept]
     arena.keep_to(MIB)
@@ -184,7 +185,7 @@ def test_memory_that_it_does_not_need_is_others_and_the_other_way_round(
 
 def test_reading_everything_that_is_away_fills_no_memory(arena: StateArena) -> None:
     tensors = [filled(arena, number, 8 * MIB)[0] for number in range(24)]
-    trimmer = Trimmer(arena)
+    trimmer = Trimmer(pages_of(arena))
     before = process_memory.mapped_file_bytes()
     most = 0
     for number, tensor in enumerate(tensors):
@@ -197,7 +198,7 @@ def test_reading_everything_that_is_away_fills_no_memory(arena: StateArena) -> N
 
 def test_beside_a_small_state_little_that_was_read_stays(arena: StateArena) -> None:
     tensors = [filled(arena, number, 8 * MIB)[0] for number in range(2)]
-    trimmer = Trimmer(arena)
+    trimmer = Trimmer(pages_of(arena))
     time.sleep(0.1)  # it has looked
     before, deadline = process_memory.mapped_file_bytes(), time.monotonic() + 30
     assert tensors[0].sum().item() == 0
@@ -210,9 +211,9 @@ def test_beside_a_small_state_little_that_was_read_stays(arena: StateArena) -> N
 def test_what_was_read_can_go_once_the_storage_is_closed(arena: StateArena) -> None:
     tensors = [filled(arena, number, 4 * MIB)[0] for number in range(3)]
     assert tensors[1].mean().item() == 1
-    trimmer = Trimmer(arena)  # not before: it would take some of that away by itself
+    trimmer = Trimmer(pages_of(arena))  # not before: it would take some of that away by itself
     before = process_memory.mapped_file_bytes()
-    arena.tiers.close()
+    pages_of(arena).tiers.close()
     trimmer.drop_all()
     trimmer.close()
     assert before - process_memory.mapped_file_bytes() >= 4 * MIB

@@ -1,21 +1,35 @@
-"""Memory that the training state holds: what its blocks have, and what waits for the next one.
+"""How much memory the blocks of the training state have, and what waits to be used again.
 
-fresh -> a block has it -> given: waits -> another block of that size has it
-                                        -> shrunk: others take it, and give it back (`spare`)
-                                                   or it goes to the system
-A block is always one mapping: its pages move to a tensor's address by one move.
+On a CPU memory that a block has left is touched, and waits for the next block of its size: fresh
+pages would have to be cleared by the kernel first. What waits there is always a whole mapping: its
+pages move to a tensor's address by one move. A device with an allocator of its own keeps nothing
+here: its `Source` has what was given back.
 """
 
 from collections import OrderedDict
+from typing import Protocol
 
-from teraplan.runtime import pages
 from teraplan.runtime.device import SparePages
 
 
-class HeldPages:
-    """Pages, and how many they are. Not thread safe."""
+class Source(Protocol):
+    """Where memory comes from, and goes back to."""
 
-    def __init__(self) -> None:
+    def take(self, nbytes: int) -> int:
+        """Address of `nbytes` of untouched memory."""
+        ...
+
+    def release(self, address: int, nbytes: int) -> None:
+        """Nobody needs it any more."""
+        ...
+
+
+class HeldMemory:
+    """Memory, and how much it is. Not thread safe."""
+
+    def __init__(self, source: Source, *, keeps: bool) -> None:
+        """`keeps`: what is given waits here, not in the source."""
+        self._source, self._keeps = source, keeps
         self.nbytes = 0
         """All that is held, what waits included."""
         self.peak_bytes = 0
@@ -42,7 +56,7 @@ class HeldPages:
         return peak_bytes
 
     def take_waiting(self, nbytes: int) -> int | None:
-        """Address of touched pages, None if none of that size wait."""
+        """Address of touched memory, None if none of that size waits."""
         addresses = self._waiting.get(nbytes)
         if not addresses:
             return None
@@ -50,19 +64,24 @@ class HeldPages:
         return addresses.pop()
 
     def take_spare(self, nbytes: int) -> int | None:
-        """Address of touched pages that others do not need, None if there are none."""
+        """Address of touched memory that others do not need, None if there is none."""
         address = self.spare.lend(nbytes) if self.spare is not None else None
         if address is not None:
             self.count(nbytes)
         return address
 
     def take_fresh(self, nbytes: int) -> int:
-        """Address of untouched pages."""
+        """Address of untouched memory."""
+        address = self._source.take(nbytes)
         self.count(nbytes)
-        return pages.take(nbytes)
+        return address
 
     def give(self, address: int, nbytes: int) -> None:
-        """Let pages wait that no block needs any more."""
+        """Let memory wait that no block needs any more."""
+        if not self._keeps:
+            self.count(-nbytes)
+            self._source.release(address, nbytes)
+            return
         self._waiting.setdefault(nbytes, []).append(address)
         self._waiting.move_to_end(nbytes)
         self._waiting_bytes += nbytes
@@ -80,4 +99,4 @@ class HeldPages:
             if self.spare is not None:
                 self.spare.hand_in(address, nbytes)
             else:
-                pages.release(address, nbytes)
+                self._source.release(address, nbytes)

@@ -1,0 +1,157 @@
+"""What the arena of the training state asks of a device: memory for blocks, and the ways out of it.
+
+One implementation per kind of device: `page_memory` (a CPU's), `swapped_memory` (a GPU's).
+
+    start_out -> has_left -> take_out          the tensors now show what is away
+    start_back -> land                         they show the device's memory again
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+import torch
+
+from teraplan.hardware import Hardware, Link
+from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.held_memory import HeldMemory, Source
+from teraplan.runtime.state.move_log import MoveLog
+
+
+class BlockMemory(ABC):
+    """Its methods are called with `lock` held, unless they say otherwise."""
+
+    device: torch.device
+    transfer_ns: int
+    """What a transfer takes beside its bytes, however small."""
+    is_read_by_host = True
+    """The host sees the bytes of blocks in memory at their addresses."""
+    comes_beside_user_code = True
+    """Blocks may be on their way back while code runs that nobody tells of."""
+
+    def __init__(self, source: Source, *, keeps: bool) -> None:
+        self.lock = threading.RLock()
+        """Held while anything changes what a tensor shows."""
+        self.held = HeldMemory(source, keeps=keeps)
+        self.log = MoveLog()
+        self.limit_bytes = 0
+        """What the blocks may take."""
+        self.planned_host_bytes = 0
+        """What a plan takes of host memory: the rest is for what leaves otherwise."""
+
+    # -- tensors -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def size_of(self, nbytes: int) -> int:
+        """Bytes that a block for `nbytes` takes. Needs no lock."""
+
+    @abstractmethod
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """The block of a tensor that is in one, None for any other. Needs no lock."""
+
+    @abstractmethod
+    def place(self, block: Block, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """An uninitialized tensor as `like`, `offset` bytes from the beginning of a block."""
+
+    @abstractmethod
+    def emptied(self) -> Iterator[Block]:
+        """The blocks whose last tensor has ended since the last call."""
+
+    @abstractmethod
+    def cut(self, block: Block, nbytes: int) -> None:
+        """Keep the first `nbytes` of a block in memory, if what is behind them can be given up."""
+
+    @abstractmethod
+    def end(self, block: Block) -> None:
+        """A block's last tensor has ended: give back what it has."""
+
+    def tidy(self) -> None:  # noqa: B027  most have nothing of the kind
+        """Take out of memory what user code has touched of blocks that are away. Takes the lock."""
+
+    def watch(self) -> None:  # noqa: B027  most have nothing of the kind
+        """Do so from now on whenever it is much, until `close`."""
+
+    @abstractmethod
+    def close(self, release: Callable[[], None]) -> None:
+        """Nobody will ask what is `emptied`: call `release` whenever a tensor has ended."""
+
+    # -- out ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start_out(self, block: Block, host_bytes: int | None) -> None:
+        """Start copying a block out, to a new record.
+
+        Args:
+            block: is in memory.
+            host_bytes: of it go to host memory; None: where there is room.
+
+        Raises:
+            StorageFullError: there is no room for it anywhere; nothing has happened.
+        """
+
+    @abstractmethod
+    def is_as_written(self, block: Block, *, since_user_ran: bool) -> bool:
+        """True if a block in memory, not known to have changed, has the bytes of its record.
+
+        Args:
+            block: has one.
+            since_user_ran: the record was made, or read, after any code that nobody tells of.
+        """
+
+    @abstractmethod
+    def wait_out(self, block: Block) -> None:
+        """Let the block's bytes have left before anything else happens to its memory.
+
+        Raises:
+            StorageError, DeadlineError: they could not leave; the block is still whole.
+        """
+
+    @abstractmethod
+    def take_out(self, block: Block) -> None:
+        """Show the record in the place of the block's memory, and give that to `held`."""
+
+    @abstractmethod
+    def drop(self, block: Block) -> None:
+        """Give back the room that the block's record takes."""
+
+    # -- back --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def start_back(self, block: Block, *, is_touched: bool, urgent: bool) -> None:
+        """Start reading the block's record into the memory at `block.landing`.
+
+        Args:
+            block: is away.
+            is_touched: that memory has been used before.
+            urgent: somebody waits for it.
+        """
+
+    @abstractmethod
+    def land(self, block: Block, *, since_user_ran: bool) -> None:
+        """Wait for the block's bytes, and let its tensors show them.
+
+        Args:
+            block: is coming.
+            since_user_ran: nothing but graphs has run since `start_back`.
+
+        Raises:
+            StorageError, IntegrityError, DeadlineError: they could not be had.
+        """
+
+    @property
+    def coming_bytes(self) -> int:
+        """Of blocks that are being read: their memory may not have been touched yet."""
+        return 0
+
+    # -- facts, for which no lock is needed -----------------------------------------------------
+
+    def changes(self, block: Block) -> None:  # noqa: B027  most see by the bytes what has changed
+        """A use that has begun may write to the block."""
+
+    def holds(self, address: int) -> bool | None:
+        """Whether the tensor whose memory begins there is in memory; None if it is another's."""
+        raise NotImplementedError("the device counts its memory by itself")
+
+    @abstractmethod
+    def link(self, hardware: Hardware) -> Link | None:
+        """The way that most of the state takes."""

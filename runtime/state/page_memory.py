@@ -1,0 +1,158 @@
+"""Blocks on a CPU: whole pages of this process, at addresses that stay.
+
+    in memory   address -> pages of the process
+    away        address -> the file in which the bytes lie, in host memory or storage (see `pages`)
+
+Unchanged bytes are not written again: a digest of what was written is compared with what is there.
+That is exact, whoever may have written to the tensor meanwhile.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import torch
+
+from teraplan.hardware import Hardware, Link
+from teraplan.runtime import pages
+from teraplan.runtime.state.block import Block, Place
+from teraplan.runtime.state.block_memory import BlockMemory
+from teraplan.runtime.state.digests import check_landed, is_as_written
+from teraplan.runtime.state.lease import span_nbytes, tensor_at
+from teraplan.runtime.state.tenants import Tenants
+from teraplan.runtime.state.trimmer import Trimmer
+from teraplan.runtime.storage.memory import digest
+from teraplan.runtime.tiers import Away, Return, Source, Tiers
+
+
+class PageMemory(BlockMemory):
+    """See `BlockMemory`."""
+
+    device = torch.device("cpu")
+    transfer_ns = 400_000
+    """Measured as the difference between steps that move 2,700 tensors of 64 KiB out and back, and
+    none."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        super().__init__(pages, keeps=True)
+        self.tiers = tiers
+        """What is away stays readable when they are closed, as long as the tensor lives."""
+        self.shown: OrderedDict[Block, None] = OrderedDict()
+        """Where a file is shown."""
+        self._coming: set[Block] = set()
+        """Of these, those that are being read into fresh pages, and some that have been."""
+        self._tenants = Tenants()
+        self._trimmer: Trimmer | None = None
+
+    # -- tensors -----------------------------------------------------------------------------------
+
+    def size_of(self, nbytes: int) -> int:
+        return pages.round_up(nbytes)
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        return self._tenants.block_at(tensor.untyped_storage().data_ptr())
+
+    def holds(self, address: int) -> bool | None:
+        block = self._tenants.block_at(address)
+        return block.held if block is not None else None
+
+    def place(self, block: Block, like: torch.Tensor, offset: int) -> torch.Tensor:
+        address = block.address + offset
+        ended = self._tenants.enter(block, address)
+        return tensor_at(address, span_nbytes(like), like, ended)
+
+    def emptied(self) -> Iterator[Block]:
+        return self._tenants.emptied()
+
+    def cut(self, block: Block, nbytes: int) -> None:
+        pages.release(block.address + nbytes, block.nbytes - nbytes)
+        self.held.count(nbytes - block.nbytes)
+        block.nbytes = nbytes
+
+    def end(self, block: Block) -> None:
+        if block.place is Place.MEMORY:
+            self.held.give(block.address, block.nbytes)
+            return
+        del self.shown[block]
+        pages.release(block.address, block.nbytes)
+        if block.place is Place.COMING:
+            self.held.give(block.landing, block.nbytes)
+
+    def tidy(self) -> None:
+        if self._trimmer is not None:
+            self._trimmer.drop_all()
+
+    def watch(self) -> None:
+        self._trimmer = Trimmer(self)
+
+    def close(self, release: Callable[[], None]) -> None:
+        if self._trimmer is not None:
+            self._trimmer.close()
+        self._tenants.close(release)
+
+    # -- out ---------------------------------------------------------------------------------------
+
+    def start_out(self, block: Block, host_bytes: int | None) -> None:
+        address, nbytes = block.address, block.nbytes
+        block.digest = digest(address, nbytes)
+        if host_bytes is None:
+            goes = self.tiers.has_host_room(nbytes, beside_bytes=self.planned_host_bytes)
+            host_bytes = nbytes if goes else 0
+        source = Source(address, nbytes, owner=block, label=block.label, is_compared=True)
+        block.record = away = self.tiers.put_where_there_is_room(source, host_bytes)
+        self.log.count(away.writes)
+
+    def is_as_written(self, block: Block, *, since_user_ran: bool) -> bool:
+        return is_as_written(block)
+
+    def wait_out(self, block: Block) -> None:
+        self.log.wait(self.tiers, block, _record(block).writes, "to leave")
+
+    def take_out(self, block: Block) -> None:
+        waiting = pages.take(block.nbytes)
+        pages.move(block.address, waiting, block.nbytes)
+        address = block.address
+        for fd, offset, nbytes in self.pieces(block):
+            pages.show_file(address, nbytes, fd, offset)
+            address += nbytes
+        assert address == block.address + block.nbytes, "a block is whole pages: it has no ends"
+        self.held.give(waiting, block.nbytes)
+        block.touched = False
+        self.shown[block] = None
+
+    def pieces(self, block: Block) -> list[tuple[int, int, int]]:
+        """Where a block that is away lies: (descriptor, offset in the file, bytes) each."""
+        return self.tiers.pieces(_record(block))
+
+    def drop(self, block: Block) -> None:
+        self.tiers.drop(_record(block))
+
+    # -- back --------------------------------------------------------------------------------------
+
+    def start_back(self, block: Block, *, is_touched: bool, urgent: bool) -> None:
+        record = _record(block)
+        block.arrival = back = self.tiers.get(record, block.landing, owner=block, urgent=urgent)
+        if not is_touched:
+            self._coming.add(block)
+        self.log.count(back.reads)
+
+    def land(self, block: Block, *, since_user_ran: bool) -> None:
+        assert isinstance(block.arrival, Return), "it was started here"
+        self.log.wait(self.tiers, block, block.arrival.reads, "to come back")
+        check_landed(block)
+        pages.move(block.landing, block.address, block.nbytes)
+        pages.release(block.landing, block.nbytes)
+        del self.shown[block]
+
+    @property
+    def coming_bytes(self) -> int:
+        with self.lock:
+            self._coming = {b for b in self._coming if b.arrival is not None and not b.arrival.done}
+            return sum(block.nbytes for block in self._coming)
+
+    def link(self, hardware: Hardware) -> Link | None:
+        return hardware.storage_link
+
+
+def _record(block: Block) -> Away:
+    assert isinstance(block.record, Away), "it was made here"
+    return block.record
