@@ -26,8 +26,7 @@ class StateArena:
     def __init__(self, memory: BlockMemory, limit_bytes: int) -> None:
         self.memory = memory
         memory.limit_bytes = limit_bytes
-        self.blocks: dict[Block, None] = {}
-        """All that there are, in the order in which they were made."""
+        self.blocks = memory.blocks
         self.sizes: dict[Key, int] = {}
         """Bytes of everything that has ever been here."""
         self.make_room: Callable[[int], object] | None = None
@@ -54,10 +53,6 @@ class StateArena:
     def takes(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is worth moving, and its memory can be anywhere."""
         return is_movable(tensor, self.memory.device)
-
-    def holds(self, address: int) -> bool | None:
-        """Whether the tensor whose memory begins there is in memory; None if it is another's."""
-        return self.memory.holds(address)
 
     def open(
         self, nbytes: int, key: Key, what: str, *, shape: tuple[int, ...], dtype: str
@@ -123,31 +118,17 @@ class StateArena:
     @property
     def total_bytes(self) -> int:
         """Of all blocks, wherever they are."""
-        return sum(block.nbytes for block in list(self.blocks))
+        return self.memory.total_bytes
 
     @property
     def held_bytes(self) -> int:
-        """In memory, waiting pages included."""
-        return self.memory.held.nbytes
+        """In memory, waiting memory included."""
+        return self.memory.held_bytes
 
     @property
     def in_use_bytes(self) -> int:
         """Of what is held, what blocks have."""
         return self.memory.held.in_use_bytes
-
-    def take_peak(self) -> int:
-        """The most that was held since the last call."""
-        return self.memory.held.take_peak()
-
-    @property
-    def coming_bytes(self) -> int:
-        """Of blocks that are being read: their pages may not have been touched yet."""
-        return self.memory.coming_bytes
-
-    @property
-    def waited_ns(self) -> int:
-        """Time that computing has waited so far."""
-        return self.log.waited_ns
 
     # -- uses ------------------------------------------------------------------------------------
 

@@ -19,7 +19,10 @@ from teraplan.runtime.state.move_log import MoveLog
 
 
 class BlockMemory(ABC):
-    """Its methods are called with `lock` held, unless they say otherwise."""
+    """Its methods are called with `lock` held, unless they say otherwise.
+
+    Beside a device that keeps account of its other memory it tells what it has (`Beside`).
+    """
 
     device: torch.device
     transfer_ns: int
@@ -32,6 +35,8 @@ class BlockMemory(ABC):
     def __init__(self, source: Source, *, keeps: bool) -> None:
         self.lock = threading.RLock()
         """Held while anything changes what a tensor shows."""
+        self.blocks: dict[Block, None] = {}
+        """All that there are, in the order in which they were made."""
         self.held = HeldMemory(source, keeps=keeps)
         self.log = MoveLog()
         self.limit_bytes = 0
@@ -138,15 +143,34 @@ class BlockMemory(ABC):
             StorageError, IntegrityError, DeadlineError: they could not be had.
         """
 
+    def changes(self, block: Block) -> None:  # noqa: B027  most see by the bytes what has changed
+        """A use that has begun may write to the block."""
+
+    # -- facts, for which no lock is needed --------------------------------------------------------
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all blocks, wherever they are."""
+        return sum(block.nbytes for block in list(self.blocks))
+
+    @property
+    def held_bytes(self) -> int:
+        """In memory, waiting memory included."""
+        return self.held.nbytes
+
+    def take_peak(self) -> int:
+        """The most that was held since the last call."""
+        return self.held.take_peak()
+
     @property
     def coming_bytes(self) -> int:
         """Of blocks that are being read: their memory may not have been touched yet."""
         return 0
 
-    # -- facts, for which no lock is needed -----------------------------------------------------
-
-    def changes(self, block: Block) -> None:  # noqa: B027  most see by the bytes what has changed
-        """A use that has begun may write to the block."""
+    @property
+    def waited_ns(self) -> int:
+        """Time that computing has waited so far."""
+        return self.log.waited_ns
 
     def holds(self, address: int) -> bool | None:
         """Whether the tensor whose memory begins there is in memory; None if it is another's."""

@@ -268,7 +268,7 @@ class StateKeeper:
         )
         self.state = TrainingState(memory, limit_bytes, chunk_bytes=chunk_bytes)
         self.state.make_room, self.state.spare_pages = device.make_room, device.spare_pages
-        device.keeps_beside(self.state.arena)
+        device.keeps_beside(memory)
         self._not_used = NotUsedYet(self.state, lambda: self._least_bytes)  # its hook is the first
         make_room = device.make_room_for_tensors
         self._steps = OptimizerSteps(self.state, make_room, at_gradients=at_gradients)

@@ -376,7 +376,7 @@ def test_what_another_session_has_moved_away_takes_no_memory_of_the_device() -> 
     others = Run({"kernels": "aot_eager", "device_budget": 100 << 30, "training_state": "stays"})
     training(adamw)(others)
     (staying,) = [s for s in sessions() if s.keeper.state is None]
-    holds, storages = moving().arena.holds, census.storages("cpu")
+    holds, storages = moving().arena.memory.holds, census.storages("cpu")
     away_bytes = sum(s.nbytes() for s in storages if holds(s.data_ptr()) is False)
     assert away_bytes > 0
     assert staying.device.state_bytes() == census.tensor_nbytes("cpu") - away_bytes

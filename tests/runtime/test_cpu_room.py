@@ -16,7 +16,7 @@ def device() -> Iterator[CpuDevice]:
     """Beside state that moves, with 64 MiB of which nobody has any."""
     with state_arena.opened(4 * MIB) as arena:
         opened = CpuDevice(storage=state_arena.pages_of(arena).tiers.storage, host_bytes=0)
-        opened.keeps_beside(arena)
+        opened.keeps_beside(arena.memory)
         torch.ones(64 * MIB // 4)
         yield opened
         opened.close()

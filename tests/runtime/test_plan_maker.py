@@ -21,7 +21,9 @@ def test_what_cannot_be_computed_again_any_more_is_chosen_anew() -> None:
     budgets, slow = half(trace), machine(2_000_000_000)
     with pytest.raises(InfeasibleBudgetError):
         make_plan(trace, slow, budgets, recompute=[GELU])
-    plans = PlanMaker(Config(), cast("Device", SimpleNamespace(state_tier=None)), ReportFiles(None, strict=False))
+    plans = PlanMaker(
+        Config(), cast("Device", SimpleNamespace(state_tier=None)), ReportFiles(None, strict=False)
+    )
     plan = plans._make_plan(trace, slow, budgets, recompute=[GELU])
     assert not check_plan(plan)
     chosen = [choice.tensor_id for choice in plan.recomputed]

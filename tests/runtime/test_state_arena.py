@@ -171,7 +171,7 @@ def test_memory_that_it_does_not_need_is_others_and_the_other_way_round(
     for block in blocks:
         arena.fetch(block)
     assert (arena.held_bytes, pool.waiting_bytes) == (4 * MIB, 0)
-    assert arena.coming_bytes == 0, "what they come into is touched"
+    assert arena.memory.coming_bytes == 0, "what they come into is touched"
     for block in blocks:
         arena.use(block)
         arena.done(block, leaves=False)

@@ -1,0 +1,167 @@
+"""Training state that moves through the CUDA back end, with the CPU as the device that computes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.models import gpt
+from teraplan import backend
+from teraplan.config import Config
+from teraplan.runtime.storage import Storage, default_directory
+from teraplan.units import MIB
+from tests.end_to_end import moving
+from tests.end_to_end.cuda_path import STAGING, CudaPath
+from tests.end_to_end.moving import adamw, model, sgd, states, training, weight
+from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, run
+
+GPT = gpt.GPTConfig(num_layers=3, width=128, context=64, vocab_size=64)
+HOST_BYTES = 64 * MIB
+
+
+@pytest.fixture(autouse=True)
+def cuda_path(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sessions get a CudaPath; the function sets how much host memory there is."""
+
+    def let_have(host_bytes: int) -> None:
+        def open_device(config: Config, device_type: str) -> CudaPath:
+            assert device_type == "cpu"
+            return CudaPath(Storage.open([default_directory()]), STAGING + host_bytes)
+
+        monkeypatch.setattr(backend, "open_device", open_device)
+
+    let_have(HOST_BYTES)
+    return let_have
+
+
+def check(
+    program: Program, *, budget: int = moving.BUDGET, least: bool = False, **options: object
+) -> Run:
+    """The same bits with parameters, gradients and optimizer state in host memory for the most.
+
+    `least`: the budget is the least that works, in which the first steps may not.
+    """
+    reference = run(program, device_budget=UNLIMITED, training_state="stays", **options)
+    limited = moving.run_least(program, budget, **options)
+    assert_same(reference, limited)
+    arena = moving.moving().arena
+    traffic = arena.log.traffic
+    assert traffic.from_host_bytes > arena.total_bytes, "little had to come back"
+    assert traffic.written_bytes == 0
+    assert least or arena.overrun_bytes == 0
+    assert limited.final.phase == "planned"
+    return limited
+
+
+@pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_it_moves_to_host_memory_under_a_plan(kernels: str) -> None:
+    limited = check(training(adamw), kernels=kernels)
+    assert limited.final.state_to_host_bytes > 0
+    assert limited.final.state_from_host_bytes > 0
+    assert not limited.final.fallbacks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_and_clipping(make: moving.Optimizers, set_to_none: bool) -> None:
+    check(training(make, accumulate=2, clip=0.01, set_to_none=set_to_none), budget=7 << 19)
+
+
+@pytest.mark.slow
+def test_gpt_with_tied_embeddings() -> None:
+    def program(this: Run) -> None:
+        torch.manual_seed(5)
+        net = gpt.build(GPT)
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(8):
+            loss = net(*gpt.batch(GPT, 4, step))
+            loss.backward()
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    check(program, budget=8 * MIB)
+
+
+@pytest.mark.slow
+def test_what_users_do_between_steps() -> None:
+    """Weights that are read, written and saved while they are away, or on their way."""
+    averages: list[Tensor] = []
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        with torch.no_grad():
+            if step == 0:
+                averages[:] = [p.clone() for p in net.parameters()]
+            for average, p in zip(averages, net.parameters(), strict=True):
+                average.lerp_(p, 0.5)
+            if step % 2:
+                for average, p in zip(averages, net.parameters(), strict=True):
+                    p.copy_(average)
+            for p in net.parameters():
+                p.data.mul_(0.9)
+            net(*net.batch(100))
+        optimizer.load_state_dict(optimizer.state_dict())
+        twin = model()
+        twin.load_state_dict(net.state_dict())
+        assert all(map(torch.equal, twin.parameters(), net.parameters()))
+
+    check(training(adamw, between=between, steps=8), budget=7 << 19)
+
+
+class _Normed(MLP):
+    """Changes its own weights in the forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for number in range(len(self.layers)):
+                weight(self, number).mul_(0.99)
+        return super().forward(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+def test_weights_that_the_forward_changes(kernels: str) -> None:
+    """They leave before it and in it, so a copy from before must not be taken for theirs."""
+    program = training(
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        make_model=lambda: _Normed(moving.WIDTH, depth=12, rows=moving.ROWS),
+    )
+    check(program, budget=1 << 19, least=True, kernels=kernels)
+
+
+def test_without_host_memory_it_stays_and_says_so(cuda_path: Callable[[int], None]) -> None:
+    cuda_path(0)
+    stays = run(training(adamw), device_budget=UNLIMITED, training_state="moves")
+    (fallback,) = stays.final.fallbacks
+    assert "no host memory that it could go to; raise host_budget" in fallback
+
+
+def test_it_starts_to_move_only_where_that_is_asked_for() -> None:
+    reference = run(training(adamw), device_budget=UNLIMITED)
+    again = run(training(adamw), device_budget=moving.budget_beside_others(64 * MIB))
+    assert_same(reference, again)
+    assert again.final.moving_state_bytes == -1
+
+
+@pytest.mark.slow
+def test_updates_in_the_backward_are_not_done() -> None:
+    reference = run(training(adamw), device_budget=UNLIMITED, training_state="stays")
+    limited = moving.run_least(training(adamw), moving.BUDGET, update="gradient")
+    assert_same(reference, limited)
+    assert any("parameters are updated in the step" in text for text in limited.final.fallbacks)
+
+
+def test_what_is_kept_after_the_session_has_its_bits() -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        kept.append((weight(net, 0), weight(net, 0).detach().clone()))
+
+    moving.run_moving(training(adamw, between=keep))
+    for session in backend.sessions():
+        session.close()
+    tensor, values = kept[-1]
+    assert torch.equal(tensor, values)
