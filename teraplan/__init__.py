@@ -38,6 +38,7 @@ def materialize(
     *,
     options: "Mapping[str, object] | None" = None,
     initialize: "Callable[[nn.Module], object] | None" = None,
+    device: str = "cpu",
 ) -> "nn.Module":
     """`model`, built under `torch.device("meta")`, with memory and values; never whole in memory.
 
@@ -46,10 +47,11 @@ def materialize(
         options: as for `model.compile(backend="teraplan", options=...)`.
         initialize: sets the parameters and buffers of one module; it is called for each module that
             has some of its own. None: the module's `reset_parameters` does.
+        device: type of the device that it is to be trained on.
     """
     module: _backend = importlib.import_module("teraplan.backend")  # type: ignore[valid-type]
     return module.materialize(  # type: ignore[no-any-return,attr-defined]
-        model, options=options, initialize=initialize
+        model, options=options, initialize=initialize, device=device
     )
 
 

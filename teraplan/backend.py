@@ -67,12 +67,13 @@ def materialize(
     *,
     options: Mapping[str, object] | None = None,
     initialize: Callable[[nn.Module], object] | None = None,
+    device: str = "cpu",
 ) -> nn.Module:
     """See `teraplan.materialize`."""
-    held = _held_session(Config.resolve(options, os.environ), "cpu")
+    held = _held_session(Config.resolve(options, os.environ), device)
     keeper = held.session().keeper
     keeper.expect(list(model.parameters()))
-    give_memory(model, keeper.state, initialize)
+    give_memory(model, keeper.state, initialize, device)
     held.own(model.parameters())
     _materialized[model] = held
     return model

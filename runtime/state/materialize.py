@@ -17,7 +17,7 @@ def meta_nbytes(model: nn.Module) -> int:
 
 
 def materialize(
-    model: nn.Module, state: TrainingState | None, initialize: Initialize | None
+    model: nn.Module, state: TrainingState | None, initialize: Initialize | None, device: str
 ) -> None:
     """Give all parameters and buffers on the meta device memory and values, module by module.
 
@@ -26,6 +26,7 @@ def materialize(
         state: takes the parameters in; None: they get memory of their own.
         initialize: called with each module that had a parameter or buffer of its own on the meta
             device, uninitialized by then. None: the module's `reset_parameters`.
+        device: where the memory is.
 
     Raises:
         UnsupportedError: there is no `initialize`, and a module has no `reset_parameters`.
@@ -40,18 +41,18 @@ def materialize(
         for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter.is_meta:
                 if id(parameter) not in made:
-                    made[id(parameter)] = _with_memory(parameter, state)
+                    made[id(parameter)] = _with_memory(parameter, state, device)
                 setattr(module, key, made[id(parameter)])
         for key, buffer in buffers.items():
-            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+            module._buffers[key] = torch.empty_like(buffer, device=device)
         if not shared:  # tied: its parameters have their values already
             _initialize(name, module, initialize)
 
 
-def _with_memory(parameter: nn.Parameter, state: TrainingState | None) -> nn.Parameter:
+def _with_memory(parameter: nn.Parameter, state: TrainingState | None, device: str) -> nn.Parameter:
     data = state.empty_parameter(parameter) if state is not None else None
     if data is None:
-        data = torch.empty_like(parameter, device="cpu", requires_grad=False)
+        data = torch.empty_like(parameter, device=device, requires_grad=False)
     made = nn.Parameter(data, requires_grad=parameter.requires_grad)
     if state is not None:
         state.adopt_parameters([made])

@@ -22,6 +22,7 @@ from teraplan.runtime.state import attachment
 from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.host_state import is_updated_on_host
 from teraplan.runtime.state.per_parameter import updates_each_by_itself
+from teraplan.runtime.state.random_numbers import has_drawn, random_state
 from teraplan.runtime.state.sliced_update import Cut, cut_up, step_in_slices
 from teraplan.runtime.state.stand_in import (
     Values,
@@ -61,7 +62,7 @@ class _Step:
 
     optimizer: Optimizer
     """What the hooks before ours have left to be stepped: the user's, or a stand-in for it."""
-    random: torch.Tensor
+    random: tuple[torch.Tensor, ...]
     """State of the random numbers at its beginning."""
     using: ExitStack = field(default_factory=ExitStack)
     bucket: Optimizer | None = None
@@ -82,6 +83,7 @@ class OptimizerSteps:
         at_gradients: bool = False,
     ) -> None:
         self._state = state
+        self._device = state.arena.memory.device
         self._make_room = make_room
         """Called with the bytes that an update takes for a moment."""
         self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -170,7 +172,7 @@ class OptimizerSteps:
         self._state.arena.user_may_have_run()  # a closure may end with anything, such as clipping
         updated, values = self._updated(optimizer, args[1:], kwargs)
         self._try(optimizer, args[1:], kwargs)
-        step = _Step(args[0], torch.get_rng_state(), values=values)
+        step = _Step(args[0], random_state(self._device), values=values)
         self._steps[optimizer] = step
         try:
             buckets = self._buckets(optimizer, step.optimizer, updated)
@@ -204,7 +206,7 @@ class OptimizerSteps:
             take_over(step.optimizer, step.bucket)
         finally:
             self._end(optimizer)
-        draws = not torch.equal(step.random, torch.get_rng_state())
+        draws = has_drawn(step.random, self._device)
         if draws:
             self._draws_nothing.discard(optimizer)
         else:

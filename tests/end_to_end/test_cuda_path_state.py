@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import teraplan
 from bench.models import gpt
 from teraplan import backend
 from teraplan.config import Config
@@ -165,3 +166,23 @@ def test_what_is_kept_after_the_session_has_its_bits() -> None:
         session.close()
     tensor, values = kept[-1]
     assert torch.equal(tensor, values)
+
+
+@pytest.mark.slow
+def test_a_model_from_the_meta_device() -> None:
+    def program(this: Run) -> None:
+        with torch.device("meta"):
+            net = model()
+        teraplan.materialize(net, options=this.options)
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(moving.STEPS):
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    check(program)
+    arena = moving.moving().arena
+    assert arena.memory.held.peak_bytes < arena.total_bytes
