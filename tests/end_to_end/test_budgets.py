@@ -105,7 +105,7 @@ def check_all(program: Program, fractions: tuple[float, ...], **options: object)
     ("kernels", "fractions"),
     [
         ("aot_eager", (0, 0.1, 0.4, 0.7, 1.1)),
-        ("inductor", (0, 0.4, 1.1)),
+        pytest.param("inductor", (0, 0.4, 1.1), marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_sweep_of_budgets(kernels: str, fractions: tuple[float, ...]) -> None:

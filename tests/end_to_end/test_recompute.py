@@ -106,7 +106,12 @@ def test_gpt(reference: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("kernels", "update"), [("aot_eager", "step"), ("aot_eager", "gradient"), ("inductor", "step")]
+    ("kernels", "update"),
+    [
+        ("aot_eager", "step"),
+        ("aot_eager", "gradient"),
+        pytest.param("inductor", "step", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_beside_a_training_state_that_moves(kernels: str, update: str) -> None:
     """Activations are computed again, and parameters, gradients and optimizer state move."""

@@ -251,7 +251,9 @@ def test_a_functional_call_has_results_in_the_places_of_parameters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), "inductor"]
+)
 def test_evaluation_does_not_read_through_the_file(kernels: str) -> None:
     """Weights that are away come to where the graph wants them."""
     seen: list[int] = []

@@ -48,7 +48,9 @@ def test_it_goes_to_host_memory_where_there_is_some() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_budget", [STATE_BYTES // 3, 160 * 1024, 4096])
+@pytest.mark.parametrize(
+    "host_budget", [STATE_BYTES // 3, pytest.param(160 * 1024, marks=pytest.mark.exhaustive), 4096]
+)
 def test_what_host_memory_has_no_room_for_goes_to_storage(host_budget: int) -> None:
     reference = plain(program())
     limited = run_moving(program(), host_budget=host_budget)

@@ -158,7 +158,9 @@ def test_a_step_that_leaves_its_plan_keeps_its_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), "inductor"]
+)
 def test_steps_whose_saved_activations_are_all_small_have_a_plan(kernels: str) -> None:
     """A batch of a few rows, and large weights."""
 

@@ -301,6 +301,7 @@ def under_pressure(part: float = 0.3) -> tuple[StepTrace, Hardware, int]:
 
 
 @cache
+@cache
 def planned() -> Plan:
     trace, hardware, limit = under_pressure()
     return make_plan(trace, hardware, budgets(limit))

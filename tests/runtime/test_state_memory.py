@@ -60,6 +60,7 @@ from teraplan.runtime.process_memory import PeakWatch, resident_bytes
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage import Storage, default_directory
+from teraplan.runtime.state.page_memory import PageMemory
 from teraplan.runtime.tiers import Tiers
 
 pool = CpuPool()
@@ -70,7 +71,7 @@ with tempfile.TemporaryDirectory(prefix="teraplan-test-", dir=default_directory(
     warm.step()
     before, watch = resident_bytes(), PeakWatch()
     storage = Storage.open([Path(directory)])
-    state = TrainingState(Tiers(storage), 96 << 20)
+    state = TrainingState(PageMemory(Tiers(storage)), 96 << 20)
     steps = OptimizerSteps(state, lambda nbytes: None)
     parameters = []
     for _ in range(24):
