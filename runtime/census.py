@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterator
 from itertools import compress
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._subclasses import FakeTensor
@@ -112,10 +112,20 @@ def states_to_come(
     """
     always = _STATES_PER_PARAMETER.get(type(optimizer).__name__, unknown)
     for group in optimizer.param_groups:
-        count = always + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+        count = always + _further_states(group)
         for parameter in group["params"]:
             if not optimizer.state.get(parameter):
                 yield parameter, count
+
+
+def most_states(optimizer: torch.optim.Optimizer) -> int:
+    """Tensors of a parameter's size that the optimizer keeps of one, at most."""
+    always = _STATES_PER_PARAMETER.get(type(optimizer).__name__, STATES_OF_UNKNOWN)
+    return max((always + _further_states(group) for group in optimizer.param_groups), default=0)
+
+
+def _further_states(group: dict[str, Any]) -> int:
+    return sum(bool(group.get(option)) for option in ("amsgrad", "momentum", "centered"))
 
 
 def _instances(kind: type[_T]) -> list[_T]:

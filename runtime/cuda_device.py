@@ -112,6 +112,7 @@ class CudaDevice(Device):
             cuda, self._log, self.pool, streams=self._streams, waiters=self._waiters
         )
         self._worker_stream = cuda.new_stream()
+        self._state: SwappedMemory | None = None
         self._beside: Beside | None = None
         try:
             self._refuse_pageable()
@@ -136,12 +137,15 @@ class CudaDevice(Device):
         if reason:
             return reason
         lease = self.pool.try_take(_HOST_GRANULE_BYTES)
+        if self.pool.why_not_pinned:
+            return self.pool.why_not_pinned
         if lease is None:
             return "there is no host memory that it could go to; raise host_budget"
         return self.cuda.why_not_shown(lease.parts[0].address)
 
     def state_memory(self) -> BlockMemory:
-        return SwappedMemory(self.cuda, self._host)
+        self._state = SwappedMemory(self.cuda, self._host)
+        return self._state
 
     def keeps_beside(self, beside: Beside) -> None:
         self._beside = beside
@@ -149,6 +153,8 @@ class CudaDevice(Device):
     def hardware(self) -> Hardware:
         directories = [store.directory for store in self.storage.stores if store.in_use]
         free_bytes = self.pool.limit_bytes - self.pool.in_use_bytes
+        if self._state is not None:  # a plan counts it itself
+            free_bytes += self._state.host_bytes
         host_bytes = int(free_bytes * _HOST_CAPACITY_FRACTION)
         return Hardware(
             device=self.name,

@@ -173,12 +173,13 @@ class PinnedPool:
             nbytes: more than 0.
             in_one_part: False: gather it from several stretches if no single one is long enough;
                 then there is memory whenever `free_bytes` are as many.
-            is_shown: kernels may use it until the lease ends, also when the pool is closed.
+            is_shown: kernels may use it until the lease ends, also when the pool is closed; so it
+                is pinned.
         """
         wanted = -(-nbytes // self._granule_bytes) * self._granule_bytes
         with self._lock:
             self._take_back()
-            ranges = self._find(wanted, in_one_part=in_one_part)
+            ranges = self._find(wanted, in_one_part=in_one_part, is_shown=is_shown)
             if ranges is None:
                 return None
             for slab, offset, length in ranges:
@@ -223,11 +224,15 @@ class PinnedPool:
                 slab.num_shown -= is_shown
                 self._unpin_if_closed(slab)
 
-    def _find(self, nbytes: int, *, in_one_part: bool) -> tuple[_Range, ...] | None:
+    def _find(self, nbytes: int, *, in_one_part: bool, is_shown: bool) -> tuple[_Range, ...] | None:
         if nbytes > self.limit_bytes - self.in_use_bytes:
             return None
         while True:
-            fitting = [s for s in self._stretches() if s[2] >= nbytes]
+            fitting = [
+                (slab, offset, length)
+                for slab, offset, length in self._stretches()
+                if length >= nbytes and (slab.pinned or not is_shown)
+            ]
             if fitting:
                 slab, offset, _ = min(fitting, key=lambda stretch: stretch[2])
                 return ((slab, offset, nbytes),)

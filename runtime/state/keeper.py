@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
+from teraplan.hardware import Tier
 from teraplan.runtime import census, fallbacks
 from teraplan.runtime.compiled_modules import compiled_modules
 from teraplan.runtime.device import Device
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 _FIRST_SHARE = 0.5
 """Part of the budget for the state until the graphs are known."""
 _TENSORS_AT_ONCE = 4
-"""A parameter's update needs it, its gradient and two states in memory together."""
+"""A parameter's update needs it, its gradient and its state in memory together: two tensors at
+least, since an optimizer may come that nobody knows of yet."""
 
 
 class StateKeeper:
@@ -44,6 +46,7 @@ class StateKeeper:
         self._steps: OptimizerSteps | None = None
         self._updates_in_step = ""
         """Why no parameter is updated in the backward although they are to be."""
+        self._tensors_at_once = _TENSORS_AT_ONCE
         self._largest_bytes = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
         """Those that there were when the first graph was compiled."""
@@ -61,7 +64,19 @@ class StateKeeper:
     @property
     def could_move(self) -> bool:
         """True if the state stays, and would not with `training_state="moves"`."""
-        return not self.moves and not self._device.why_state_stays and not self._config.encrypt
+        return not self.moves and not self._why_it_stays
+
+    @property
+    def _why_it_stays(self) -> str:
+        """Why the state stays whatever is asked for; "" if it can move."""
+        config, device = self._config, self._device
+        if device.why_state_stays:
+            return f"on {device.type.upper()}: {device.why_state_stays}"
+        if config.encrypt and device.state_tier is not Tier.HOST:
+            return "with encrypt: what is away is looked at in the file itself"
+        if config.host_updates != "never" and device.has_host_beside:
+            return "with host_updates: copies to the host's cores read them beside the computation"
+        return ""
 
     @property
     def may_start(self) -> bool:
@@ -70,7 +85,7 @@ class StateKeeper:
         in_bytes = config.device_budget is not None and config.device_budget.nbytes is not None
         by_itself = config.training_state == "auto" and config.plan == "auto"
         by_itself = by_itself and self._device.moves_state_unasked
-        return self.could_move and in_bytes and by_itself
+        return by_itself and in_bytes and self.could_move
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -128,7 +143,10 @@ class StateKeeper:
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
         used = _parameters(inputs)
-        to_come = _parameters(self._to_come(used)) if self._looks_ahead else []
+        optimizers = list(_optimizers_of(used)) if self._looks_ahead else []
+        states = max(map(census.most_states, optimizers), default=0)
+        self._tensors_at_once = max(self._tensors_at_once, 2 + states)
+        to_come = _parameters(self._to_come(optimizers)) if self._looks_ahead else []
         self.expect(list(dict.fromkeys([*used, *to_come])))
         if self.state is not None:
             self.state.adopt_parameters(used)
@@ -136,14 +154,12 @@ class StateKeeper:
             self._not_used.take_in(to_come)
             self._take_in_optimizers()
 
-    def _to_come(self, used: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Parameters that graphs to come may use: of compiled modules, or trained with `used`."""
+    def _to_come(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+        """Parameters that graphs to come may use: of compiled modules, or trained by these."""
         for module in compiled_modules(self._config):
             yield from module.parameters()
-        known = set(map(id, used))
-        for optimizer in census.optimizers():
-            if not known.isdisjoint(map(id, parameters_of(optimizer))):
-                yield from parameters_of(optimizer)
+        for optimizer in optimizers:
+            yield from parameters_of(optimizer)
 
     @property
     def _looks_ahead(self) -> bool:
@@ -219,7 +235,7 @@ class StateKeeper:
 
     @property
     def _least_bytes(self) -> int:
-        at_once = _TENSORS_AT_ONCE
+        at_once = self._tensors_at_once
         if self._config.update == "gradient":  # temporaries, while graphs have their own memory
             at_once += TEMPORARIES
         return at_once * self._largest_bytes
@@ -234,19 +250,13 @@ class StateKeeper:
         budget = config.device_budget.resolve(whole)
         # Where the state has room, to move activations alone is faster.
         fits = config.device_budget.nbytes is None or whole <= budget
-        fits = fits or (not device.moves_state_unasked and not device.why_state_stays)
+        fits = fits or (not device.moves_state_unasked and not self._why_it_stays)
         if config.training_state == "auto" and fits:
             return None
-        if config.encrypt:
+        if self._why_it_stays:
             self.refusal = (
-                "parameters stay on the device with encrypt: what is away is looked at in the file "
-                f"itself; so do gradients and optimizer state, {format_nbytes(whole)} in all"
-            )
-            return None
-        if device.why_state_stays:
-            self.refusal = (
-                f"parameters stay on the device on {device.type.upper()}: {device.why_state_stays};"
-                f" so do gradients and optimizer state, {format_nbytes(whole)} in all"
+                f"parameters stay on the device {self._why_it_stays}; so do gradients and "
+                f"optimizer state, {format_nbytes(whole)} in all"
             )
             return None
         log.info("training state of %s moves", format_nbytes(whole))
@@ -272,6 +282,14 @@ class StateKeeper:
         self._not_used = NotUsedYet(self.state, lambda: self._least_bytes)  # its hook is the first
         make_room = device.make_room_for_tensors
         self._steps = OptimizerSteps(self.state, make_room, at_gradients=at_gradients)
+
+
+def _optimizers_of(parameters: Iterable[torch.Tensor]) -> Iterator[torch.optim.Optimizer]:
+    """Those that train one of these, or several."""
+    known = set(map(id, parameters))
+    for optimizer in census.optimizers():
+        if not known.isdisjoint(map(id, parameters_of(optimizer))):
+            yield optimizer
 
 
 def _parameters(values: Iterable[object]) -> list[torch.Tensor]:

@@ -181,6 +181,11 @@ class SwappedMemory(BlockMemory):
 
     # -- facts -------------------------------------------------------------------------------------
 
+    @property
+    def host_bytes(self) -> int:
+        """What the blocks take of the host tier."""
+        return sum(block.nbytes for block in list(self.blocks) if block.record is not None)
+
     def changes(self, block: Block) -> None:
         block.changed = True
 

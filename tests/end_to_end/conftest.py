@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from teraplan import backend
+from teraplan.planners import small_step
 from teraplan.runtime import plan_maker
 from teraplan.runtime.state import host_choice
 from teraplan.runtime.storage import default_directory
@@ -42,6 +43,7 @@ def alone() -> Iterator[None]:
     gc.freeze()  # what is still there is no garbage, and no test's training state
     with pytest.MonkeyPatch.context() as patch:  # as much as what a small model saves
         patch.setattr(plan_maker, "MEASURED_WITHIN_BYTES", 0)
+        patch.setattr(small_step, "_SIMULATIONS", 20)  # any plan will do, and the best takes time
         yield
     forget_everything()
 

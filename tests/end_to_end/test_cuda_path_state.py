@@ -64,6 +64,17 @@ def test_it_moves_to_host_memory_under_a_plan(kernels: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parts", [1.1, 0.6])
+def test_host_memory_for_little_more_than_what_has_to_leave(
+    cuda_path: Callable[[int], None], parts: float
+) -> None:
+    """What is there already is not counted once more when the plan is made."""
+    whole = 4 * sum(p.nbytes for p in model().parameters())
+    cuda_path(int(whole * parts))
+    check(training(adamw))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [adamw, sgd])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulation_and_clipping(make: moving.Optimizers, set_to_none: bool) -> None:
@@ -138,6 +149,16 @@ def test_without_host_memory_it_stays_and_says_so(cuda_path: Callable[[int], Non
     stays = run(training(adamw), device_budget=UNLIMITED, training_state="moves")
     (fallback,) = stays.final.fallbacks
     assert "no host memory that it could go to; raise host_budget" in fallback
+
+
+@pytest.mark.slow
+def test_beside_updates_on_the_host_it_stays_and_says_so() -> None:
+    reference = run(training(adamw), device_budget=UNLIMITED)
+    options = {"training_state": "moves", "host_updates": 0.5}
+    stays = run(training(adamw), device_budget=UNLIMITED, **options)
+    assert_same(reference, stays)
+    assert any("stay on the device with host_updates" in text for text in stays.final.fallbacks)
+    assert stays.final.host_updates > 0
 
 
 def test_it_starts_to_move_only_where_that_is_asked_for() -> None:

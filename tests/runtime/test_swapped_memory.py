@@ -190,6 +190,17 @@ def test_what_has_no_room_on_the_host_stays(world: World, arena: StateArena) -> 
     assert read(world, tensor) == 3
 
 
+def test_kernels_are_shown_pinned_memory_only() -> None:
+    with World(host_bytes=STAGING + 64 * NBYTES, why_not_pinned="no more locked memory") as world:
+        assert world.device.why_state_stays.endswith("are pageable: no more locked memory")
+        arena = StateArena(world.device.state_memory(), LIMIT)
+        tensor, block = filled(world, arena, 3)
+        with pytest.raises(StorageFullError, match=r"host_budget \(.* no more locked memory\)"):
+            arena.send_out(block)
+        assert read(world, tensor) == 3
+        arena.close()
+
+
 @pytest.mark.parametrize("place", Place)
 def test_memory_of_what_ends_is_free_at_once(world: World, arena: StateArena, place: Place) -> None:
     tensor, block = filled(world, arena, 1)
