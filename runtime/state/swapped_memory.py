@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from teraplan.errors import StorageFullError
 from teraplan.hardware import Hardware, Link, Tier
 from teraplan.run_record import Direction
 from teraplan.runtime.cuda_runtime import CudaRuntime
@@ -141,9 +142,26 @@ class SwappedMemory(BlockMemory):
 
     def start_out(self, block: Block, host_bytes: int | None) -> None:
         source = self._memory.tensors[block.address].narrow(0, 0, block.nbytes)
-        inner = self._host.send(source, block.label, is_shown=True)
-        block.record = _Away(inner)
+        block.record = _Away(self._sent(source, block.label))
         self.log.note(Tier.HOST, Direction.OUT, block.nbytes)
+
+    def _sent(self, source: torch.Tensor, label: str) -> InHost:
+        """On its way to host memory, in the place of second copies if there is no other."""
+        while True:
+            try:
+                return self._host.send(source, label, is_shown=True)
+            except StorageFullError:
+                if not self._give_up_a_copy():
+                    raise
+
+    def _give_up_a_copy(self) -> bool:
+        """Drop a record whose bytes are in device memory, too; False if there is none."""
+        for block in self.blocks:
+            if block.place is Place.MEMORY and block.record is not None and not block.leaving:
+                self.drop(block)
+                block.record, block.changed = None, True
+                return True
+        return False
 
     def is_as_written(self, block: Block, *, since_user_ran: bool) -> bool:
         return since_user_ran

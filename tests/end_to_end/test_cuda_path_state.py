@@ -64,7 +64,7 @@ def test_it_moves_to_host_memory_under_a_plan(kernels: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1.1, 0.6])
+@pytest.mark.parametrize("parts", [1.1, 0.8])
 def test_host_memory_for_little_more_than_what_has_to_leave(
     cuda_path: Callable[[int], None], parts: float
 ) -> None:

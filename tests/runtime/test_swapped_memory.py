@@ -190,6 +190,22 @@ def test_what_has_no_room_on_the_host_stays(world: World, arena: StateArena) -> 
     assert read(world, tensor) == 3
 
 
+def test_second_copies_give_way(world: World, arena: StateArena) -> None:
+    first, here = filled(world, arena, 1)
+    sent_out(arena, here)
+    arena.use(here)
+    arena.done(here, leaves=False)
+    world.settle()
+    taken = world.device.pool.try_take(world.device.pool.free_bytes)
+    other, block = filled(world, arena, 2)
+    sent_out(arena, block)
+    assert here.record is None
+    assert [read(world, first), read(world, other)] == [1, 2]
+    del taken
+    sent_out(arena, here)
+    assert [read(world, first), read(world, other)] == [1, 2]
+
+
 def test_kernels_are_shown_pinned_memory_only() -> None:
     with World(host_bytes=STAGING + 64 * NBYTES, why_not_pinned="no more locked memory") as world:
         assert world.device.why_state_stays.endswith("are pageable: no more locked memory")
