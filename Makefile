@@ -22,11 +22,17 @@ test: $(STAMP)  ## the quick tests; needs no GPU (3 minutes)
 test-all: $(STAMP)  ## every test that this machine can run
 	@$(PYTEST)
 
-check: $(STAMP)  ## format, lint, types, direction of imports
+check: check-style check-mypy check-pyright  ## format, lint, direction of imports, types
+
+check-style: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports --no-logo
+
+check-mypy: $(STAMP)
 	@$(BIN)/mypy
+
+check-pyright: $(STAMP)
 	@$(BIN)/pyright --warnings
 
 bench: $(STAMP)  ## every benchmark, with results under bench/results
@@ -52,4 +58,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[plot,dev]'
 	@touch $@
 
-.PHONY: help demo test test-all check bench clean
+.PHONY: help demo test test-all check check-style check-mypy check-pyright bench clean

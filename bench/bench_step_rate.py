@@ -45,12 +45,14 @@ def main() -> None:
     parser.add_argument("--beside", metavar="POLICY", help="only our policy's plans and this one's")
     parser.add_argument("--disk-alone", action="store_true", help="the disk's own cost, too")
     parser.add_argument("--family", choices=("gpt", *FAMILIES), default="gpt")
+    parser.add_argument("--device", default="cpu", help="type of the device to train on")
     wanted = parser.parse_args()
     is_gpt = wanted.family == "gpt"
     model = QUICK if wanted.quick else MODEL
     common: dict[str, Any] = {
         "model": model,
         "family": wanted.family,
+        "device": wanted.device,
         "batch_size": wanted.batch_size,
     }
 

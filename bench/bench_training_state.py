@@ -27,11 +27,14 @@ from bench.state_model import (
 from bench.state_rates import (
     OURS,
     UNLIMITED,
+    back_bytes,
     draw_rates,
     name_of,
+    out_bytes,
     rate_table,
     tokens_for_rate,
 )
+from teraplan.hardware import Link
 from teraplan.units import format_nbytes
 
 PERCENTS = (100, 75, 50, 35, 20)
@@ -54,13 +57,11 @@ def main() -> None:
 
 def compare_rates(options: argparse.Namespace) -> None:
     """One step of each budget in turn; prints, draws and writes down."""
-    from teraplan.runtime.links import storage_link
-    from teraplan.runtime.storage import default_directory
-
     config = model_config(options)
     state_bytes = training_state_bytes(config)
     common: dict[str, Any] = {
         "model": asdict(config),
+        "device": options.device,
         "batch_size": options.batch,
         "accumulate": options.accumulate,
         "threads": options.threads,
@@ -76,15 +77,15 @@ def compare_rates(options: argparse.Namespace) -> None:
             name, chosen = name_of(percent, policy), settings | {"policy": policy}
             contenders.append(Contender(name=name, backend="teraplan", options=chosen, **common))
     results = race(contenders, options.rounds)
-    link = storage_link([Path(options.storage) if options.storage else default_directory()])
+    link = _link_of_state(options)
     tokens = options.tokens * options.batch * options.accumulate
     unlimited_ns = results[UNLIMITED]["median_step_ns"]
     for name, result in results.items():
         if name != UNLIMITED:
             result["tokens_for_rate"] = tokens_for_rate(
                 _ASKED_RATE,
-                written_bytes=result["status"]["state_written_bytes"],
-                read_bytes=result["status"]["state_read_bytes"],
+                written_bytes=out_bytes(result["status"]),
+                read_bytes=back_bytes(result["status"]),
                 link=link,
                 compute_ns_per_token=unlimited_ns / tokens,
             )
@@ -104,6 +105,19 @@ def compare_rates(options: argparse.Namespace) -> None:
     }
     path = write_results(options.record, data)
     draw_rates(results, options.percents, policies, tokens, path.with_suffix(".png"))
+
+
+def _link_of_state(options: argparse.Namespace) -> Link:
+    """The way that most of it takes: from a device with memory of its own to host memory."""
+    from teraplan.runtime.links import host_link, storage_link
+    from teraplan.runtime.storage import default_directory
+
+    if options.device != "cpu":
+        link = host_link(options.device)
+    else:
+        link = storage_link([Path(options.storage) if options.storage else default_directory()])
+    assert link is not None
+    return link
 
 
 def activation_bytes(common: dict[str, Any], kernels: str) -> int:

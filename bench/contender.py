@@ -4,8 +4,9 @@ python -m bench.contender '{"backend": "teraplan", "options": {"device_budget": 
 
 Reads one line per step from standard input and answers each with one line of JSON: the step's time,
 its loss as hexadecimal, the peak of the process since the warm-up, and how much of that is growth
-since before the model. Answers once by itself after the warm-up. On "end" it answers with
-teraplan's status and a hash of the parameters, and ends.
+since before the model (on a device with memory of its own: the peak of its tensors). Answers once
+by itself after the warm-up. On "end" it answers with teraplan's status and a hash of the
+parameters, and ends.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,8 @@ class Contender:
     """Fields of a GPT's configuration."""
     family: str = "gpt"
     """Another one has sizes of its own: see `bench.models.hugging_face`."""
+    device: str = "cpu"
+    """Type of the device that it is trained on."""
     batch_size: int = 4
     accumulate: int = 1
     """Micro-batches in a step, of `batch_size` sequences each."""
@@ -70,6 +74,8 @@ def main() -> None:
     torch.manual_seed(0)  # for dropout: a process's own seed is another one each time
     before = process_memory.resident_bytes()
     model, data = _model_and_data(contender)
+    model.to(contender.device)
+    data = [(x.to(contender.device), y.to(contender.device)) for x, y in data]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if contender.storage_bytes_per_s:
         slow_down_storage(contender.storage_bytes_per_s)
@@ -88,21 +94,27 @@ def main() -> None:
                 value += loss.item()
             optimizer.step()
             optimizer.zero_grad()
+            if contender.device != "cpu":
+                torch.accelerator.synchronize()
             elapsed = time.perf_counter_ns() - start_ns
         return {"step_ns": elapsed, "loss": value.hex()}
 
     for _ in range(contender.warmup_steps):
         step()
     watch = process_memory.PeakWatch()
+    accelerator = _accelerator(contender)
+    if accelerator is not None:
+        accelerator.reset_peak_memory_stats()
     _answer({"ready": True})
     for line in sys.stdin:
         if line.strip() == "end":
             break
         answer, peak = step(), watch.nbytes
-        _answer(answer | {"peak_bytes": peak - before, "process_peak_bytes": peak})
+        own = peak - before if accelerator is None else accelerator.max_memory_allocated()
+        _answer(answer | {"peak_bytes": own, "process_peak_bytes": peak})
     parameters = hashlib.sha256()
     for parameter in model.parameters():
-        parameters.update(parameter.detach().numpy().tobytes())
+        parameters.update(parameter.detach().cpu().numpy().tobytes())
     _answer({"status": dataclasses.asdict(teraplan.status()), "parameters": parameters.hexdigest()})
 
 
@@ -114,6 +126,10 @@ def _model_and_data(contender: Contender) -> tuple[nn.Module, list[tuple[Tensor,
         return hugging_face.build(family), data
     config = gpt.GPTConfig(**contender.model)  # type: ignore[arg-type]
     return gpt.build(config), [gpt.batch(config, size, number) for number in numbers]
+
+
+def _accelerator(contender: Contender) -> Any:  # noqa: ANN401  torch.cuda, or one like it
+    return None if contender.device == "cpu" else torch.get_device_module(contender.device)
 
 
 def _hooks(contender: Contender) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=512, help="length of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a micro-batch")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each block")
+    parser.add_argument("--device", default="cpu", help="type of the device to train on")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--kernels", default="inductor")
     parser.add_argument("--storage", default="", help="directory of the spill file")

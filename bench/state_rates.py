@@ -49,14 +49,28 @@ def rate_table(results: dict[str, dict[str, Any]], state_bytes: int) -> str:
                 format_nbytes(predicted),
                 f"{predicted / peak - 1:+.1%}",
                 format_nbytes(result["peak_bytes"]),
-                format_nbytes(status["state_written_bytes"]),
-                format_nbytes(status["state_read_bytes"]),
+                format_nbytes(out_bytes(status)),
+                format_nbytes(back_bytes(status)),
                 format_ns(status["state_wait_ns"]),
                 str(result["tokens_for_rate"]),
             ]
         rows.append(f"{name:14}" + "".join(f"{cell:>11}" for cell in cells))
     rows.append(f"training state {format_nbytes(state_bytes)}")
     return "\n".join(rows)
+
+
+def out_bytes(status: dict[str, Any]) -> int:
+    """Of training state that have left in the last step, for whichever tier."""
+    return _sum(status, "state_written_bytes", "state_to_host_bytes")
+
+
+def back_bytes(status: dict[str, Any]) -> int:
+    """The same that have come back."""
+    return _sum(status, "state_read_bytes", "state_from_host_bytes")
+
+
+def _sum(status: dict[str, Any], *names: str) -> int:
+    return sum(max(0, int(status[name])) for name in names)
 
 
 def draw_rates(
