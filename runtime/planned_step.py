@@ -2,9 +2,10 @@
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord, TransferRecord
+from teraplan.runtime.device import Device
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.tiers import record_of
@@ -19,9 +20,10 @@ def run_record(
     transfers: tuple[TransferRecord, ...],
 ) -> RunRecord:
     """What happened in step number `step`, for which a plan had been made from `trace`."""
+    names = _state_names(engine, recorder)
     stalls = (
         *engine.mover.stalls,
-        *_device_stalls(engine, recorder),
+        *_device_stalls(engine.device, recorder, names),
         *_waits_for_state(engine, recorder),
     )
     return RunRecord(
@@ -32,7 +34,7 @@ def run_record(
         site_start_ns=recorder.site_starts_ns(),
         managed_bytes=recorder.managed_bytes(),
         transfers=_from_start(
-            (*_under_names(transfers, engine, recorder), *_of_state(engine, recorder)),
+            (*_under_names(transfers, names), *_of_state(engine, recorder)),
             recorder.start_ns,
         ),
         stalls=stalls,
@@ -48,10 +50,12 @@ def _counted_peak(trace: StepTrace, recorder: StepRecorder, engine: Engine) -> i
     )
 
 
-def _device_stalls(engine: Engine, recorder: StepRecorder) -> Iterator[StallRecord]:
+def _device_stalls(
+    device: Device, recorder: StepRecorder, names: Mapping[str, str]
+) -> Iterator[StallRecord]:
     """Waits that did not block the computing thread, each at the site that it came after."""
-    sites, names = recorder.site_starts_ns(), _state_names(engine, recorder)
-    for tensor, start_ns, duration_ns in engine.device.take_stalls():
+    sites = recorder.site_starts_ns()
+    for tensor, start_ns, duration_ns in device.take_stalls():
         if start_ns < recorder.start_ns:  # of a step that had no plan
             continue
         start = start_ns - recorder.start_ns
@@ -61,21 +65,20 @@ def _device_stalls(engine: Engine, recorder: StepRecorder) -> Iterator[StallReco
 
 
 def _under_names(
-    transfers: Iterable[TransferRecord], engine: Engine, recorder: StepRecorder
+    transfers: Iterable[TransferRecord], names: Mapping[str, str]
 ) -> Iterator[TransferRecord]:
     """What the device has written down of training state has the labels of its blocks."""
-    names = _state_names(engine, recorder)
     for transfer in transfers:
         name = names.get(transfer.tensor)
         yield dataclasses.replace(transfer, tensor=name) if name is not None else transfer
 
 
 def _state_names(engine: Engine, recorder: StepRecorder) -> dict[str, str]:
-    """What a trace calls the training state, by labels of blocks."""
-    if engine.training_state is None:
+    """What a trace calls the training state, by labels of blocks, if the device writes these."""
+    state = engine.training_state
+    if state is None or not state.arena.memory.is_told_by_device:
         return {}
-    blocks = list(engine.training_state.arena.blocks)
-    found = ((block.label, recorder.state.name_of(block)) for block in blocks)
+    found = ((block.label, recorder.state.name_of(block)) for block in list(state.arena.blocks))
     return {label: name for label, name in found if name is not None}
 
 

@@ -29,6 +29,8 @@ class BlockMemory(ABC):
     """What a transfer takes beside its bytes, however small."""
     is_read_by_host = True
     """The host sees the bytes of blocks in memory at their addresses."""
+    is_told_by_device = False
+    """Its transfers and waits are in the device's log, under the labels of the blocks."""
     comes_beside_user_code = True
     """Blocks may be on their way back while code runs that nobody tells of."""
 

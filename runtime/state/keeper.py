@@ -250,8 +250,7 @@ class StateKeeper:
         budget = config.device_budget.resolve(whole)
         # Where the state has room, to move activations alone is faster.
         fits = config.device_budget.nbytes is None or whole <= budget
-        fits = fits or (not device.moves_state_unasked and not self._why_it_stays)
-        if config.training_state == "auto" and fits:
+        if config.training_state == "auto" and (fits or not device.moves_state_unasked):
             return None
         if self._why_it_stays:
             self.refusal = (

@@ -88,6 +88,7 @@ class SwappedMemory(BlockMemory):
     transfer_ns = 30_000
     """Assumed: a few calls of the driver, each some microseconds."""
     is_read_by_host = False
+    is_told_by_device = True
     comes_beside_user_code = False
 
     def __init__(self, cuda: CudaRuntime, host: HostTier) -> None:
