@@ -73,6 +73,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(contender.deterministic)
     torch.manual_seed(0)  # for dropout: a process's own seed is another one each time
     before = process_memory.resident_bytes()
+    accelerator = _accelerator(contender)
     model, data = _model_and_data(contender)
     model.to(contender.device)
     data = [(x.to(contender.device), y.to(contender.device)) for x, y in data]
@@ -94,15 +95,14 @@ def main() -> None:
                 value += loss.item()
             optimizer.step()
             optimizer.zero_grad()
-            if contender.device != "cpu":
-                torch.accelerator.synchronize()
+            if accelerator is not None:
+                accelerator.synchronize()
             elapsed = time.perf_counter_ns() - start_ns
         return {"step_ns": elapsed, "loss": value.hex()}
 
     for _ in range(contender.warmup_steps):
         step()
     watch = process_memory.PeakWatch()
-    accelerator = _accelerator(contender)
     if accelerator is not None:
         accelerator.reset_peak_memory_stats()
     _answer({"ready": True})

@@ -118,19 +118,19 @@ class Device(ABC):
     host_pool: PinnedPool
     """Host memory for what is updated on the host's cores; part of the host budget."""
 
+    moves_state_unasked = True
+    """Parameters, gradients and optimizer state may start to leave it where that is needed."""
+    state_tier: Tier | None = None
+    """The one tier that they go to; None: any."""
+
     @property
     @abstractmethod
     def storage(self) -> Storage:
         """The spill files."""
 
-    state_tier: Tier | None = None
-    """The one tier that they go to; None: any."""
-    moves_state_unasked = True
-    """Parameters, gradients and optimizer state may start to leave it where that is needed."""
-
     @property
     def why_state_stays(self) -> str:
-        """Why they cannot leave it; "" if they can."""
+        """Why parameters, gradients and optimizer state cannot leave it; "" if they can."""
         return "not implemented"
 
     def state_memory(self) -> "BlockMemory":

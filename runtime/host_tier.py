@@ -85,10 +85,11 @@ class HostTier:
         lease = self.pool.try_take(source.nbytes, in_one_part=is_shown, is_shown=is_shown)
         if lease is None:
             pageable = f" ({self.pool.why_not_pinned})" if self.pool.why_not_pinned else ""
+            whole = " in one piece" if is_shown else ""
             raise StorageFullError(
-                f"{label}: {format_nbytes(source.nbytes)} do not fit in the host tier, of whose "
-                f"{format_nbytes(self.pool.limit_bytes)} {format_nbytes(self.pool.free_bytes)} are "
-                f"free; raise host_budget{pageable}"
+                f"{label}: {format_nbytes(source.nbytes)} do not fit{whole} in the host tier, of "
+                f"whose {format_nbytes(self.pool.limit_bytes)} "
+                f"{format_nbytes(self.pool.free_bytes)} are free; raise host_budget{pageable}"
             )
         home = cuda.current_stream()
         cuda.wait(self._out, cuda.record(home))

@@ -202,8 +202,9 @@ class PlanMaker:
     def _rules(self, trace: StepTrace) -> dict[str, Tier]:
         """Where training state goes if the device has only one way for it."""
         tier = self._device.state_tier
-        moving = (t.name for t in trace.tensors if t.kind is not TensorKind.ACTIVATION)
-        return dict.fromkeys(moving, tier) if tier is not None else {}
+        if tier is None:
+            return {}
+        return {t.name: tier for t in trace.tensors if t.kind is not TensorKind.ACTIVATION}
 
     def machine(self) -> Hardware:
         """The machine, measured at the first call."""

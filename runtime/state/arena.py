@@ -368,7 +368,7 @@ class StateArena:
 
     def _forget_ended(self) -> None:
         """Give back the memory of blocks whose tensors are gone."""
-        self._emptied.extend(b for b in self.memory.emptied() if not b.is_open)
+        self._emptied.extend(b for b in self.memory.tenants.emptied() if not b.is_open)
         for _ in range(len(self._emptied)):
             block = self._emptied.popleft()
             busy = block.arrival is not None and not block.arrival.done

@@ -2,13 +2,13 @@
 
 One implementation per kind of device: `page_memory` (a CPU's), `swapped_memory` (a GPU's).
 
-    start_out -> has_left -> take_out          the tensors now show what is away
+    start_out -> wait_out -> take_out          the tensors now show what is away
     start_back -> land                         they show the device's memory again
 """
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -16,6 +16,7 @@ from teraplan.hardware import Hardware, Link
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.held_memory import HeldMemory, Source
 from teraplan.runtime.state.move_log import MoveLog
+from teraplan.runtime.state.tenants import Tenants
 
 
 class BlockMemory(ABC):
@@ -40,6 +41,7 @@ class BlockMemory(ABC):
         self.blocks: dict[Block, None] = {}
         """All that there are, in the order in which they were made."""
         self.held = HeldMemory(source, keeps=keeps)
+        self.tenants = Tenants()
         self.log = MoveLog()
         self.limit_bytes = 0
         """What the blocks may take."""
@@ -61,10 +63,6 @@ class BlockMemory(ABC):
         """An uninitialized tensor as `like`, `offset` bytes from the beginning of a block."""
 
     @abstractmethod
-    def emptied(self) -> Iterator[Block]:
-        """The blocks whose last tensor has ended since the last call."""
-
-    @abstractmethod
     def cut(self, block: Block, nbytes: int) -> None:
         """Keep the first `nbytes` of a block in memory, if what is behind them can be given up."""
 
@@ -78,9 +76,9 @@ class BlockMemory(ABC):
     def watch(self) -> None:  # noqa: B027  most have nothing of the kind
         """Do so from now on whenever it is much, until `close`."""
 
-    @abstractmethod
     def close(self, release: Callable[[], None]) -> None:
-        """Nobody will ask what is `emptied`: call `release` whenever a tensor has ended."""
+        """Nobody will ask which blocks are empty: call `release` whenever a tensor has ended."""
+        self.tenants.close(release)
 
     # -- out ---------------------------------------------------------------------------------------
 

@@ -84,8 +84,7 @@ class StateKeeper:
         config = self._config
         in_bytes = config.device_budget is not None and config.device_budget.nbytes is not None
         by_itself = config.training_state == "auto" and config.plan == "auto"
-        by_itself = by_itself and self._device.moves_state_unasked
-        return by_itself and in_bytes and self.could_move
+        return self._device.moves_state_unasked and by_itself and in_bytes and self.could_move
 
     @property
     def fallbacks(self) -> tuple[str, ...]:

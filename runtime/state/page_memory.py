@@ -8,7 +8,7 @@ That is exact, whoever may have written to the tensor meanwhile.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -18,7 +18,6 @@ from teraplan.runtime.state.block import Block, Place
 from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.state.digests import check_landed, is_as_written
 from teraplan.runtime.state.lease import span_nbytes, tensor_at
-from teraplan.runtime.state.tenants import Tenants
 from teraplan.runtime.state.trimmer import Trimmer
 from teraplan.runtime.storage.memory import digest
 from teraplan.runtime.tiers import Away, Return, Source, Tiers
@@ -40,7 +39,6 @@ class PageMemory(BlockMemory):
         """Where a file is shown."""
         self._coming: set[Block] = set()
         """Of these, those that are being read into fresh pages, and some that have been."""
-        self._tenants = Tenants()
         self._trimmer: Trimmer | None = None
 
     # -- tensors -----------------------------------------------------------------------------------
@@ -49,19 +47,16 @@ class PageMemory(BlockMemory):
         return pages.round_up(nbytes)
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        return self._tenants.block_at(tensor.untyped_storage().data_ptr())
+        return self.tenants.block_at(tensor.untyped_storage().data_ptr())
 
     def holds(self, address: int) -> bool | None:
-        block = self._tenants.block_at(address)
+        block = self.tenants.block_at(address)
         return block.held if block is not None else None
 
     def place(self, block: Block, like: torch.Tensor, offset: int) -> torch.Tensor:
         address = block.address + offset
-        ended = self._tenants.enter(block, address)
+        ended = self.tenants.enter(block, address)
         return tensor_at(address, span_nbytes(like), like, ended)
-
-    def emptied(self) -> Iterator[Block]:
-        return self._tenants.emptied()
 
     def cut(self, block: Block, nbytes: int) -> None:
         pages.release(block.address + nbytes, block.nbytes - nbytes)
@@ -87,7 +82,7 @@ class PageMemory(BlockMemory):
     def close(self, release: Callable[[], None]) -> None:
         if self._trimmer is not None:
             self._trimmer.close()
-        self._tenants.close(release)
+        super().close(release)
 
     # -- out ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ Tested on a CPU with streams that run as threads (`tests/fakes`); not run on a G
 """
 
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ from teraplan.runtime.state.block import Block, Place
 from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.state.lease import span_nbytes
 from teraplan.runtime.state.storage_pointers import point_to, storage_at
-from teraplan.runtime.state.tenants import Tenants
 
 _GRANULE_BYTES = 512
 """PyTorch's allocator for GPUs gives multiples of it, at such addresses."""
@@ -96,7 +94,6 @@ class SwappedMemory(BlockMemory):
         super().__init__(self._memory, keeps=False)
         self.device = cuda.device
         self._cuda, self._host = cuda, host
-        self._tenants = Tenants()
         self._shown: dict[Block, list[_Shown]] = {}
 
     # -- tensors -----------------------------------------------------------------------------------
@@ -105,18 +102,15 @@ class SwappedMemory(BlockMemory):
         return round_up(nbytes, _GRANULE_BYTES)
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        return self._tenants.block_at(tensor.untyped_storage()._cdata)
+        return self.tenants.block_at(tensor.untyped_storage()._cdata)
 
     def place(self, block: Block, like: torch.Tensor, offset: int) -> torch.Tensor:
         storage = storage_at(block.address + offset, span_nbytes(like), self.device)
-        ended = self._tenants.enter(block, storage._cdata)
+        ended = self.tenants.enter(block, storage._cdata)
         weakref.finalize(storage, ended).atexit = False
         self._shown.setdefault(block, []).append(_Shown(weakref.ref(storage), offset))
         made = torch.empty(0, dtype=like.dtype, device=self.device)
         return made.set_(storage, 0, tuple(like.shape), like.stride())
-
-    def emptied(self) -> Iterator[Block]:
-        return self._tenants.emptied()
 
     def cut(self, block: Block, nbytes: int) -> None:
         """The allocator takes memory back as a whole."""
@@ -128,9 +122,6 @@ class SwappedMemory(BlockMemory):
         elif block.place is Place.COMING:
             block.arrival = None  # the stream of the memory waits for the copy to it
             self.held.give(block.landing, block.nbytes)
-
-    def close(self, release: Callable[[], None]) -> None:
-        self._tenants.close(release)
 
     def _show(self, block: Block, address: int) -> None:
         """Let the block's tensors look at what begins at `address`."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import teraplan
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime import census
 from teraplan.runtime.state import keeper
@@ -128,6 +129,41 @@ def training(
                 between(net, optimizer, step)
 
     return program
+
+
+def from_meta(this: Run) -> None:
+    """Trains a model that was built on the meta device, and got its memory in the tiers."""
+    with torch.device("meta"):
+        net = model()
+    teraplan.materialize(net, options=this.options)
+    this.compile(net)
+    optimizer = adamw(net.parameters())
+    for step in range(STEPS):
+        loss = net(*net.batch(step))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        this.record(loss, net, others=states(optimizer))
+        optimizer.zero_grad()
+
+
+class Averages:
+    """Of a model's weights over the steps of one run, as users keep them."""
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+
+    def take_in(self, net: nn.Module, step: int) -> None:
+        """The weights have changed; with step 0 a run begins."""
+        if step == 0:
+            self._values = [p.detach().clone() for p in net.parameters()]
+        for average, p in zip(self._values, net.parameters(), strict=True):
+            average.lerp_(p.detach(), 0.5)
+
+    def put_into(self, net: nn.Module) -> None:
+        """Let the weights be what they were on average."""
+        with torch.no_grad():
+            for average, p in zip(self._values, net.parameters(), strict=True):
+                p.copy_(average)
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

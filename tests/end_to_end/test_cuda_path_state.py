@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import teraplan
-from bench.models import gpt
 from teraplan import backend
 from teraplan.config import Config
+from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.storage import Storage, default_directory
+from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
-from tests.end_to_end import moving
+from tests.end_to_end import moving, test_state_models
 from tests.end_to_end.cuda_path import STAGING, CudaPath
-from tests.end_to_end.moving import adamw, model, sgd, states, training, weight
+from tests.end_to_end.moving import adamw, model, sgd, training, weight
+from tests.end_to_end.test_state_plan import planned_case
 from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, run
 
-GPT = gpt.GPTConfig(num_layers=3, width=128, context=64, vocab_size=64)
 HOST_BYTES = 64 * MIB
 
 
@@ -61,17 +61,10 @@ def test_it_moves_to_host_memory_under_a_plan(kernels: str) -> None:
     assert limited.final.state_to_host_bytes > 0
     assert limited.final.state_from_host_bytes > 0
     assert not limited.final.fallbacks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [1.1, 0.8])
-def test_host_memory_for_little_more_than_what_has_to_leave(
-    cuda_path: Callable[[int], None], parts: float
-) -> None:
-    """What is there already is not counted once more when the plan is made."""
-    whole = 4 * sum(p.nbytes for p in model().parameters())
-    cuda_path(int(whole * parts))
-    check(training(adamw))
+    case, plan = planned_case()
+    kinds = {tensor.name: tensor.kind for tensor in plan.trace.tensors}
+    moved = {kinds[transfer.tensor] for record in case.runs for transfer in record.transfers}
+    assert TensorKind.OPTIMIZER_STATE in moved
 
 
 @pytest.mark.slow
@@ -83,35 +76,19 @@ def test_accumulation_and_clipping(make: moving.Optimizers, set_to_none: bool) -
 
 @pytest.mark.slow
 def test_gpt_with_tied_embeddings() -> None:
-    def program(this: Run) -> None:
-        torch.manual_seed(5)
-        net = gpt.build(GPT)
-        this.compile(net)
-        optimizer = adamw(net.parameters())
-        for step in range(8):
-            loss = net(*gpt.batch(GPT, 4, step))
-            loss.backward()
-            optimizer.step()
-            this.record(loss, net, others=states(optimizer))
-            optimizer.zero_grad()
-
-    check(program, budget=8 * MIB)
+    check(test_state_models.training(*test_state_models.gpt_of(tie_embeddings=True)))
 
 
 @pytest.mark.slow
 def test_what_users_do_between_steps() -> None:
     """Weights that are read, written and saved while they are away, or on their way."""
-    averages: list[Tensor] = []
+    averages = moving.Averages()
 
     def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        averages.take_in(net, step)
+        if step % 2:
+            averages.put_into(net)
         with torch.no_grad():
-            if step == 0:
-                averages[:] = [p.clone() for p in net.parameters()]
-            for average, p in zip(averages, net.parameters(), strict=True):
-                average.lerp_(p, 0.5)
-            if step % 2:
-                for average, p in zip(averages, net.parameters(), strict=True):
-                    p.copy_(average)
             for p in net.parameters():
                 p.data.mul_(0.9)
             net(*net.batch(100))
@@ -162,10 +139,9 @@ def test_beside_updates_on_the_host_it_stays_and_says_so() -> None:
 
 
 def test_it_starts_to_move_only_where_that_is_asked_for() -> None:
-    reference = run(training(adamw), device_budget=UNLIMITED)
-    again = run(training(adamw), device_budget=moving.budget_beside_others(64 * MIB))
-    assert_same(reference, again)
-    assert again.final.moving_state_bytes == -1
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        run(training(adamw), device_budget=moving.budget_beside_others(moving.BUDGET))
+    assert 'training_state="moves" lets them leave' in caught.value.__notes__[0]
 
 
 @pytest.mark.slow
@@ -191,19 +167,6 @@ def test_what_is_kept_after_the_session_has_its_bits() -> None:
 
 @pytest.mark.slow
 def test_a_model_from_the_meta_device() -> None:
-    def program(this: Run) -> None:
-        with torch.device("meta"):
-            net = model()
-        teraplan.materialize(net, options=this.options)
-        this.compile(net)
-        optimizer = adamw(net.parameters())
-        for step in range(moving.STEPS):
-            loss = net(*net.batch(step))
-            torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, net, others=states(optimizer))
-            optimizer.zero_grad()
-
-    check(program)
+    check(moving.from_meta)
     arena = moving.moving().arena
     assert arena.memory.held.peak_bytes < arena.total_bytes

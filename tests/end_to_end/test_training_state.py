@@ -19,10 +19,12 @@ from tests.end_to_end.moving import (
     ROWS,
     STEPS,
     WIDTH,
+    Averages,
     Optimizers,
     adamw,
     budget_beside_others,
     check,
+    from_meta,
     model,
     moving,
     run_moving,
@@ -100,21 +102,7 @@ def test_graphs_that_save_nothing_that_moves() -> None:
 
 def test_a_model_from_the_meta_device() -> None:
     """The same random numbers give the same model, and it has never been whole in memory."""
-
-    def program(this: Run) -> None:
-        with torch.device("meta"):
-            net = model()
-        teraplan.materialize(net, options=this.options)
-        this.compile(net)
-        optimizer = adamw(net.parameters())
-        for step in range(STEPS):
-            loss = net(*net.batch(step))
-            torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, net, others=states(optimizer))
-            optimizer.zero_grad()
-
-    state = check(program)
+    state = check(from_meta)
     assert state.arena.memory.held.peak_bytes < state.arena.total_bytes
     torch.manual_seed(7)
     plain = model()
@@ -252,17 +240,13 @@ def test_hooks_of_the_user_see_a_whole_optimizer() -> None:
 @pytest.mark.slow
 def test_what_users_do_between_steps() -> None:
     """An average of the weights, weights swapped in place, a step by hand, evaluation."""
-    averages: list[Tensor] = []
+    averages = Averages()
 
     def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        averages.take_in(net, step)
+        if step == 2:
+            averages.put_into(net)
         with torch.no_grad():
-            if step == 0:
-                averages[:] = [p.clone() for p in net.parameters()]
-            for average, p in zip(averages, net.parameters(), strict=True):
-                average.lerp_(p, 0.5)
-            if step == 2:
-                for average, p in zip(averages, net.parameters(), strict=True):
-                    p.copy_(average)
             if step == 3:
                 for p in net.parameters():
                     p.data.numpy()[...] *= 0.5

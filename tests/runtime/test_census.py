@@ -1,5 +1,7 @@
 """Which tensors count as memory of the process."""
 
+from typing import Any
+
 import torch
 
 from teraplan.runtime import census
@@ -14,3 +16,27 @@ def test_what_a_compiler_has_traced_with_is_no_memory() -> None:
     assert all(storage.data_ptr() for storage in census.storages("cpu") if storage.nbytes())
     del traced, batched
     assert census.tensor_nbytes("cpu") == before + 4000
+
+
+def test_the_state_of_a_parameter_is_what_its_optimizer_keeps_at_most() -> None:
+    small, other = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    groups: list[dict[str, Any]] = [
+        {"params": [small]},
+        {"params": [other], "momentum": 0.5, "centered": True},
+    ]
+    optimizers = [
+        torch.optim.SGD([small], lr=0.1),
+        torch.optim.AdamW([small]),
+        torch.optim.AdamW([small], amsgrad=True),
+        torch.optim.RMSprop(groups),
+    ]
+    expected = [census.most_states(optimizer) for optimizer in optimizers]
+    assert expected == [0, 2, 3, 3]
+    for optimizer in optimizers:
+        small.grad = other.grad = torch.ones(3)
+        optimizer.step()
+    kept = [
+        max(sum(v.shape == (3,) for v in state.values()) for state in optimizer.state.values())
+        for optimizer in optimizers[1:]
+    ]
+    assert kept == expected[1:]

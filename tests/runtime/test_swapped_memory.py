@@ -190,6 +190,15 @@ def test_what_has_no_room_on_the_host_stays(world: World, arena: StateArena) -> 
     assert read(world, tensor) == 3
 
 
+def test_what_lies_on_the_host_is_room_for_the_next_plan(world: World, arena: StateArena) -> None:
+    before = world.device.hardware().host_capacity_bytes
+    kept, block = filled(world, arena, 1)
+    sent_out(arena, block)
+    world.settle()
+    assert world.device.pool.in_use_bytes == kept.nbytes
+    assert world.device.hardware().host_capacity_bytes == before
+
+
 def test_second_copies_give_way(world: World, arena: StateArena) -> None:
     first, here = filled(world, arena, 1)
     sent_out(arena, here)
