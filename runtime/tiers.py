@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from teraplan.errors import StorageFullError
+from teraplan.errors import StorageError, StorageFullError
 from teraplan.hardware import Tier
 from teraplan.run_record import TransferRecord
 from teraplan.runtime.storage import Record, Storage, Transfer
@@ -59,6 +59,11 @@ class Away:
     def done(self) -> bool:
         """True if no write is under way, whether or not they went well."""
         return all(part.record.write.done for part in self.parts)
+
+    @property
+    def failed(self) -> bool:
+        """True if a write has ended with an error."""
+        return any(part.record.write.error is not None for part in self.parts)
 
     @property
     def takes_host(self) -> bool:
@@ -124,20 +129,20 @@ class Tiers:
         return Away(tuple(parts))
 
     def put_where_there_is_room(self, source: Source, host_bytes: int) -> Away:
-        """As `put`; where a tier has no room for its part, all goes to the other.
+        """As `put`; where a tier does not take its part, all goes to the other.
 
         Raises:
-            StorageFullError: that has none, either; nothing has happened.
+            StorageError: nor does that; nothing has happened. StorageFullError: the first is full.
         """
         if self.host is None:
             return self.put(source, 0)
         try:
             return self.put(source, host_bytes)
-        except StorageFullError as full:
+        except StorageError as refused:
             try:
                 return self.put(source, 0 if host_bytes else source.nbytes)
-            except StorageFullError:
-                raise full from None
+            except StorageError:
+                raise refused from None
 
     def get(self, away: Away, address: int, *, owner: object, urgent: bool = False) -> Return:
         """Queue the read of all parts into memory from `address` on, as `Storage.get` does."""

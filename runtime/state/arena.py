@@ -248,7 +248,8 @@ class StateArena:
     def _start_leaving(self, block: Block, host_bytes: int | None = None) -> None:
         if block.record is not None and not block.leaving:
             since = block.epoch == self._epoch
-            if not block.changed and self.memory.is_as_written(block, since_user_ran=since):
+            holds = not block.changed and not block.record.failed
+            if holds and self.memory.is_as_written(block, since_user_ran=since):
                 if block.record.done:
                     self._take_out(block)
                     return
@@ -274,7 +275,11 @@ class StateArena:
 
     def _finish_leaving(self, block: Block) -> None:
         """The record is written: if the block still holds the same bytes, it goes."""
-        self.memory.wait_out(block)
+        try:
+            self.memory.wait_out(block)
+        except BaseException:  # an interrupt, too
+            self._drop_record(block)
+            raise
         since = block.epoch == self._epoch
         is_same = since or self.memory.is_as_written(block, since_user_ran=False)
         if block.changed or not is_same:

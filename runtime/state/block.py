@@ -19,6 +19,11 @@ class Record(Protocol):
         ...
 
     @property
+    def failed(self) -> bool:
+        """True if some of them did not get there. It may be so before all others are `done`."""
+        ...
+
+    @property
     def takes_host(self) -> bool:
         """True if some of it lies in host memory."""
         ...

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from teraplan.errors import StorageError
 from teraplan.hardware import Hardware, Link
 from teraplan.runtime import pages
 from teraplan.runtime.state.block import Block, Place
@@ -100,7 +101,12 @@ class PageMemory(BlockMemory):
         return is_as_written(block)
 
     def wait_out(self, block: Block) -> None:
-        self.log.wait(self.tiers, block, _record(block).writes, "to leave")
+        try:
+            self.log.wait(self.tiers, block, _record(block).writes, "to leave")
+        except StorageError:  # no store could take it: host memory, or once more
+            self.drop(block)
+            self.start_out(block, block.nbytes)
+            self.log.wait(self.tiers, block, _record(block).writes, "to leave")
 
     def take_out(self, block: Block) -> None:
         waiting = pages.take(block.nbytes)

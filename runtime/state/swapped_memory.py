@@ -47,6 +47,7 @@ class _Shown(NamedTuple):
 class _Away:
     inner: InHost
     takes_host = True
+    failed = False
 
     @property
     def done(self) -> bool:

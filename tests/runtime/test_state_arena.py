@@ -1,6 +1,7 @@
 """Tensors that leave and keep their addresses, over a real file."""
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from teraplan.errors import IntegrityError
+from teraplan.errors import IntegrityError, StorageError
 from teraplan.runtime import process_memory
 from teraplan.runtime.cpu_pool import CpuPool
 from teraplan.runtime.state.arena import StateArena
@@ -23,6 +24,7 @@ from teraplan.runtime.state.trimmer import Trimmer
 from teraplan.runtime.tiers import Return
 from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
+from tests.fakes.faulty_calls import Fault, injected
 from tests.runtime import state_arena
 from tests.runtime.state_arena import pages_of
 
@@ -142,6 +144,50 @@ def test_bytes_that_the_disk_changes_are_an_error(arena: StateArena) -> None:
         os.pwritev(fd, [page], offset)
     with pytest.raises(IntegrityError, match=r"parameter 1 \(262144\): 1.00 MiB came back changed"):
         arena.use(block)
+
+
+NO_WRITE = Fault(call="write", what=errno.EIO, at=1, times=1000)
+
+
+def test_what_could_not_be_written_beside_a_use_does_not_leave() -> None:
+    with state_arena.opened(4 * MIB) as arena:
+        tensor, block = filled(arena, 3)
+        with injected(NO_WRITE):
+            arena.send_out(block)
+            arena.use(block)  # before anybody hears of it
+            while block.record is None or not block.record.done:
+                time.sleep(0.001)
+            assert block.record.failed
+            arena.done(block, leaves=False)
+        arena.see_out(block)
+        assert block.place is Place.AWAY
+        assert (tensor == 3).all()
+        arena.use(block)
+        assert (tensor == 3).all()
+
+
+def test_a_write_that_failed_is_an_error_once() -> None:
+    with state_arena.opened(4 * MIB) as arena:
+        tensor, block = filled(arena, 3)
+        with injected(NO_WRITE), pytest.raises(StorageError, match="parameter 3 .*EIO"):
+            arena.see_out(block)
+        assert block.place is Place.MEMORY
+        arena.use(block)
+        arena.done(block, leaves=True)
+        arena.see_out(block)
+        assert block.place is Place.AWAY
+        assert (tensor == 3).all()
+
+
+def test_what_no_store_takes_goes_to_host_memory() -> None:
+    with state_arena.opened(4 * MIB, host_bytes=4 * MIB) as arena:
+        tensor, block = filled(arena, 3)
+        with injected(NO_WRITE):
+            arena.see_out(block, host_bytes=0)
+        assert block.place is Place.AWAY
+        assert block.record is not None
+        assert block.record.takes_host
+        assert (tensor == 3).all()
 
 
 def test_ended_tensors_give_their_memory_back(arena: StateArena) -> None:
