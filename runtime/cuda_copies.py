@@ -6,7 +6,8 @@ DirectCopy    in storage, straight from the device by GDS
 SplitCopy     the first bytes in host memory, the rest in storage in one of the two ways
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +21,48 @@ from teraplan.runtime.staging import Staging
 from teraplan.runtime.storage import Record, Storage
 
 
-class HostCopy(Copy):
+class CudaCopy(Copy):
+    """`wait_out` lets the tensor's memory go; that its bytes are in storage it does not say."""
+
+    @property
+    @abstractmethod
+    def written(self) -> bool:
+        """True if no byte is under way, whether or not it went well."""
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """True if some bytes could not be written."""
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Of its bytes, those in the host tier: the first ones."""
+
+    @property
+    @abstractmethod
+    def records(self) -> Sequence[Record]:
+        """Of the others, in order, once they are `written`."""
+
+    @abstractmethod
+    def wait_written(self) -> None:
+        """Wait until its bytes cannot be lost any more; then the tensor may be freed.
+
+        Raises:
+            StorageError, DeadlineError: they could not be written; the tensor is still whole.
+        """
+
+
+class CudaArrival(Arrival):
+    """On its way to memory of the device."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """True if no byte is under way, whether or not it went well."""
+
+
+class HostCopy(CudaCopy):
     """A tensor in pinned host memory."""
 
     tier = Tier.HOST
@@ -28,31 +70,62 @@ class HostCopy(Copy):
     def __init__(self, host: HostTier, inner: InHost) -> None:
         self.nbytes, self.inner, self.host = inner.nbytes, inner, host
 
+    @property
+    def shown(self) -> torch.Tensor:
+        """Where it lies in one piece, (nbytes,), uint8."""
+        lease = self.inner.lease
+        assert lease is not None, "dropped copies are shown nowhere"
+        (part,) = lease.parts
+        return part.tensor
+
     def wait_out(self) -> int:
         """See `Copy`."""
         self.host.let_go(self.inner)
         return 0
+
+    @property
+    def written(self) -> bool:
+        """See `CudaCopy`."""
+        return self.inner.left.query()
+
+    failed = False
+    records = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """See `CudaCopy`."""
+        return self.nbytes
+
+    def wait_written(self) -> None:
+        """The stream of the tensor's memory waits; see `CudaCopy`."""
+        self.wait_out()
 
     def drop(self) -> None:
         """See `Copy`."""
         self.host.drop(self.inner)
 
 
-class HostArrival(Arrival):
+class HostArrival(CudaArrival):
     """A tensor on its way back from there."""
 
     def __init__(self, host: HostTier, landing: Landing) -> None:
         self._host, self._landing = host, landing
+
+    @property
+    def done(self) -> bool:
+        """See `CudaArrival`."""
+        return self._landing.arrived is None or self._landing.arrived.query()
 
     def wait(self) -> tuple[torch.UntypedStorage, int, int]:
         """See `Arrival`."""
         return self._host.take(self._landing).untyped_storage(), 0, 0
 
 
-class StagedCopy(Copy):
+class StagedCopy(CudaCopy):
     """A tensor in storage, through staging memory."""
 
     tier = Tier.STORAGE
+    host_bytes = 0
 
     def __init__(self, staging: Staging, outgoing: Outgoing) -> None:
         self.nbytes, self.outgoing, self.staging = outgoing.nbytes, outgoing, staging
@@ -61,16 +134,40 @@ class StagedCopy(Copy):
         """See `Copy`."""
         return self.staging.wait_out(self.outgoing)
 
+    @property
+    def written(self) -> bool:
+        """See `CudaCopy`."""
+        return self.outgoing.written
+
+    @property
+    def failed(self) -> bool:
+        """See `CudaCopy`."""
+        return self.outgoing.failed
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """See `CudaCopy`."""
+        return self.outgoing.records
+
+    def wait_written(self) -> None:
+        """See `CudaCopy`."""
+        self.staging.wait_written(self.outgoing)
+
     def drop(self) -> None:
         """See `Copy`."""
         self.staging.drop(self.outgoing)
 
 
-class StagedArrival(Arrival):
+class StagedArrival(CudaArrival):
     """A tensor on its way back the same way."""
 
     def __init__(self, staging: Staging, incoming: Incoming) -> None:
         self._staging, self._incoming = staging, incoming
+
+    @property
+    def done(self) -> bool:
+        """See `CudaArrival`."""
+        return self._incoming.done
 
     def wait(self) -> tuple[torch.UntypedStorage, int, int]:
         """See `Arrival`."""
@@ -78,10 +175,11 @@ class StagedArrival(Arrival):
         return memory.untyped_storage(), 0, waited_ns
 
 
-class DirectCopy(Copy):
+class DirectCopy(CudaCopy):
     """GDS: storage reads the tensor's own memory, so it may be freed only after the write."""
 
     tier = Tier.STORAGE
+    host_bytes = 0
 
     def __init__(self, storage: Storage, record: Record, label: str) -> None:
         self.nbytes, self.record, self.label = record.nbytes, record, label
@@ -91,12 +189,31 @@ class DirectCopy(Copy):
         """See `Copy`."""
         return self.storage.wait(self.record.write, what=f"{self.label} to leave")
 
+    @property
+    def written(self) -> bool:
+        """See `CudaCopy`."""
+        return self.record.write.done
+
+    @property
+    def failed(self) -> bool:
+        """See `CudaCopy`."""
+        return self.record.write.error is not None
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """See `CudaCopy`."""
+        return (self.record,)
+
+    def wait_written(self) -> None:
+        """See `CudaCopy`."""
+        self.wait_out()
+
     def drop(self) -> None:
         """See `Copy`."""
         self.storage.drop(self.record)
 
 
-class DirectArrival(Arrival):
+class DirectArrival(CudaArrival):
     """A tensor on its way back straight from storage."""
 
     def __init__(
@@ -125,6 +242,11 @@ class DirectArrival(Arrival):
             after=partial(enter_worker, allocated),
         )
 
+    @property
+    def done(self) -> bool:
+        """See `CudaArrival`."""
+        return self.transfer.done
+
     def wait(self) -> tuple[torch.UntypedStorage, int, int]:
         """See `Arrival`."""
         waited_ns = self._storage.wait(self.transfer, what=f"{self._label} to come back")
@@ -140,7 +262,7 @@ def aligned_landing(cuda: CudaRuntime, record: Record, first: int) -> tuple[torc
     return landing, place % record.alignment
 
 
-class SplitCopy(Copy):
+class SplitCopy(CudaCopy):
     """The first bytes of a tensor in the host tier, the rest in storage."""
 
     tier = Tier.STORAGE
@@ -152,18 +274,50 @@ class SplitCopy(Copy):
         """See `Copy`."""
         return self.rest.wait_out() + self.first.wait_out()
 
+    @property
+    def written(self) -> bool:
+        """See `CudaCopy`."""
+        return self.rest.written and self.first.written
+
+    @property
+    def failed(self) -> bool:
+        """See `CudaCopy`."""
+        return self.rest.failed
+
+    @property
+    def host_bytes(self) -> int:
+        """See `CudaCopy`."""
+        return self.first.nbytes
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """See `CudaCopy`."""
+        return self.rest.records
+
+    def wait_written(self) -> None:
+        """See `CudaCopy`."""
+        self.rest.wait_written()
+        self.first.wait_written()
+
     def drop(self) -> None:
         """See `Copy`."""
         self.rest.drop()
         self.first.drop()
 
 
-class SplitArrival(Arrival):
+class SplitArrival(CudaArrival):
     """Both parts of a tensor on their way to one memory."""
 
-    def __init__(self, landing: torch.Tensor, offset: int, rest: Arrival, first: Arrival) -> None:
+    def __init__(
+        self, landing: torch.Tensor, offset: int, rest: CudaArrival, first: CudaArrival
+    ) -> None:
         self._landing, self._offset = landing, offset
         self._rest, self._first = rest, first
+
+    @property
+    def done(self) -> bool:
+        """See `CudaArrival`."""
+        return self._rest.done and self._first.done
 
     def wait(self) -> tuple[torch.UntypedStorage, int, int]:
         """See `Arrival`."""

@@ -20,23 +20,13 @@ from functools import partial
 
 import torch
 
-from teraplan.errors import FallbackRefusedError, StorageFullError
+from teraplan.errors import FallbackRefusedError
 from teraplan.hardware import Hardware, Tier
-from teraplan.run_record import Direction, TransferRecord
+from teraplan.run_record import TransferRecord
 from teraplan.runtime import fallbacks
-from teraplan.runtime.cuda_copies import (
-    DirectArrival,
-    DirectCopy,
-    HostArrival,
-    HostCopy,
-    SplitArrival,
-    SplitCopy,
-    StagedArrival,
-    StagedCopy,
-    aligned_landing,
-)
-from teraplan.runtime.cuda_log import DeviceLog, Trip
+from teraplan.runtime.cuda_log import DeviceLog
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event
+from teraplan.runtime.cuda_tiers import CudaTiers
 from teraplan.runtime.device import Arrival, Beside, Copy, Device
 from teraplan.runtime.event_waiter import EventWaiter
 from teraplan.runtime.host_lane import HostLane, StreamLane
@@ -45,9 +35,10 @@ from teraplan.runtime.links import host_link, storage_link
 from teraplan.runtime.pinned_pool import PinnedPool, wait_until
 from teraplan.runtime.staging import LEAST_BYTES, Staging
 from teraplan.runtime.state.block_memory import BlockMemory
-from teraplan.runtime.state.storage_pointers import why_not
+from teraplan.runtime.state.storage_pointers import why_not, why_not_raising
 from teraplan.runtime.state.swapped_memory import SwappedMemory
 from teraplan.runtime.storage import Storage, StoreInfo
+from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
 
 log = logging.getLogger(__name__)
@@ -68,7 +59,7 @@ class CudaDevice(Device):
     """One GPU."""
 
     has_host_beside = True
-    state_tier = Tier.HOST
+    shows_state_in_files = False
     moves_state_unasked = False
 
     def __init__(
@@ -83,7 +74,7 @@ class CudaDevice(Device):
     ) -> None:
         self.cuda, self._storage = cuda, storage
         self.name, self.type = cuda.name, cuda.type
-        self._deadline_s, self._strict = deadline_s, strict
+        self._deadline_s = deadline_s
         self._owner_pid, self._closed = os.getpid(), False
         self._log = DeviceLog(cuda)
         direct = storage.takes_device_memory
@@ -111,11 +102,17 @@ class CudaDevice(Device):
         self._host = HostTier(
             cuda, self._log, self.pool, streams=self._streams, waiters=self._waiters
         )
-        self._worker_stream = cuda.new_stream()
+        self._require_pinned = partial(_require_pinned, self._pools(), strict=strict)
+        self._tiers = CudaTiers(
+            *(cuda, self._log, storage),
+            host=self._host,
+            staging=self.staging,
+            require_pinned=self._require_pinned,
+        )
         self._state: SwappedMemory | None = None
         self._beside: Beside | None = None
         try:
-            self._refuse_pageable()
+            self._require_pinned()
         except FallbackRefusedError:
             self.close()
             raise
@@ -129,7 +126,9 @@ class CudaDevice(Device):
     @property
     def fallbacks(self) -> tuple[str, ...]:
         pageable = (pool.why_not_pinned for pool in self._pools())
-        return (*super().fallbacks, *filter(None, pageable))
+        held = self._state is not None and not self.storage.encrypts and why_not_raising()
+        alone = f"optimizer state goes to host memory alone: {held}" if held else ""
+        return (*super().fallbacks, *filter(None, (*pageable, alone)))
 
     @property
     def why_state_stays(self) -> str:
@@ -144,8 +143,14 @@ class CudaDevice(Device):
         return self.cuda.why_not_shown(lease.parts[0].address)
 
     def state_memory(self) -> BlockMemory:
-        self._state = SwappedMemory(self.cuda, self._host)
+        stores = not self.storage.encrypts and not why_not_raising()
+        self._state = SwappedMemory(self.cuda, self._tiers, stores_state=stores)
         return self._state
+
+    def tier_of_state(self, kind: TensorKind) -> Tier | None:
+        if kind is TensorKind.OPTIMIZER_STATE and self._state is not None:
+            return None if self._state.needs_storage else Tier.HOST
+        return Tier.HOST
 
     def keeps_beside(self, beside: Beside) -> None:
         self._beside = beside
@@ -154,8 +159,8 @@ class CudaDevice(Device):
         directories = [store.directory for store in self.storage.stores if store.in_use]
         free_bytes = self.pool.limit_bytes - self.pool.in_use_bytes
         if self._state is not None:  # a plan counts it itself
-            free_bytes += self._state.host_bytes
-        host_bytes = int(free_bytes * _HOST_CAPACITY_FRACTION)
+            free_bytes += self._state.host_bytes - self._state.kept_free_bytes
+        host_bytes = int(max(0, free_bytes) * _HOST_CAPACITY_FRACTION)
         return Hardware(
             device=self.name,
             device_capacity_bytes=self.capacity_bytes(),
@@ -231,95 +236,15 @@ class CudaDevice(Device):
         self, tensor: torch.Tensor, tier: Tier, label: str, *, host_bytes: int = 0
     ) -> Copy:
         source = self.cuda.bytes_of(tensor.untyped_storage())
-        if tier is Tier.HOST:
-            return self._to_host(source, label)
-        if not host_bytes:
-            return self._to_storage(source, label)
-        # Storage first: it is the slower one, and has to wait for its first piece alone.
-        rest = self._to_storage(source.narrow(0, host_bytes, source.nbytes - host_bytes), label)
-        try:
-            first = self._to_host(source.narrow(0, 0, host_bytes), label)
-        except (StorageFullError, FallbackRefusedError):
-            rest.drop()
-            raise
-        return SplitCopy(first, rest)
-
-    def _to_host(self, source: torch.Tensor, label: str) -> HostCopy:
-        copy = HostCopy(self._host, self._host.send(source, label))
-        self._refuse_pageable()
-        return copy
-
-    def _to_storage(self, source: torch.Tensor, label: str) -> StagedCopy | DirectCopy:
-        if self.staging is not None:
-            return StagedCopy(self.staging, self.staging.send(source, label))
-        ready = self.cuda.record(self.cuda.current_stream())
-        record = self.storage.put(
-            source.data_ptr(),
-            source.nbytes,
-            owner=source,
-            label=label,
-            after=partial(self.enter_worker, ready),
-        )
-        self.note_direct(label, source.nbytes, Direction.OUT).transfers.append(record.write)
-        return DirectCopy(self.storage, record, label)
+        return self._tiers.put(source, tier, label, host_bytes=host_bytes)
 
     def start_back(self, copy: Copy, *, urgent: bool = False) -> Arrival:
-        if isinstance(copy, HostCopy):
-            return HostArrival(self._host, self._host.fetch(copy.inner))
-        if isinstance(copy, StagedCopy):
-            return StagedArrival(copy.staging, copy.staging.fetch(copy.outgoing, urgent=urgent))
-        if isinstance(copy, SplitCopy):
-            return self._both_back(copy, urgent)
-        assert isinstance(copy, DirectCopy), f"{copy} was not made by this device"
-        return self._directly_back(copy, urgent)
-
-    def _both_back(self, copy: SplitCopy, urgent: bool) -> Arrival:
-        """Take memory for a tensor in two tiers, and start both parts into it."""
-        first, rest = copy.first, copy.rest
-        split: Arrival
-        if isinstance(rest, DirectCopy):
-            landing, offset = aligned_landing(self.cuda, rest.record, first.nbytes)
-            place = (landing, offset + first.nbytes)
-            split = self._directly_back(rest, urgent, into=place)
-        else:
-            landing, offset = self.cuda.empty(copy.nbytes), 0
-            behind = landing.narrow(0, first.nbytes, rest.nbytes)
-            incoming = rest.staging.fetch(rest.outgoing, urgent=urgent, into=behind)
-            split = StagedArrival(rest.staging, incoming)
-        before = landing.narrow(0, offset, first.nbytes)
-        arrival = HostArrival(self._host, self._host.fetch(first.inner, into=before))
-        return SplitArrival(landing, offset, split, arrival)
-
-    def _directly_back(
-        self, copy: DirectCopy, urgent: bool, into: tuple[torch.Tensor, int] | None = None
-    ) -> Arrival:
-        arrival = DirectArrival(
-            self.cuda, copy, enter_worker=self.enter_worker, urgent=urgent, into=into
-        )
-        trip = self.note_direct(copy.label, copy.nbytes, Direction.BACK)
-        trip.transfers.append(arrival.transfer)
-        return arrival
+        return self._tiers.get(copy, urgent=urgent)
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         memory = self.cuda.empty(math.prod(size) * dtype.itemsize)
         made = torch.empty(0, dtype=dtype, device=memory.device)
         return made.set_(memory.untyped_storage(), 0, tuple(size), tuple(stride))
-
-    def enter_worker(self, event: Event) -> None:
-        """In a thread of storage: its own stream for what it computes there, then wait."""
-        self.cuda.work_on(self._worker_stream)
-        event.synchronize()
-
-    def note_direct(self, label: str, nbytes: int, direction: Direction) -> Trip:
-        """The log's entry for a transfer between device and storage."""
-        return self._log.add(
-            Trip(tensor=label, nbytes=nbytes, direction=direction, tier=Tier.STORAGE, num_left=0)
-        )
-
-    def _refuse_pageable(self) -> None:
-        pageable = [pool.why_not_pinned for pool in self._pools() if pool.why_not_pinned]
-        if pageable:
-            fallbacks.allow(pageable[0], strict=self._strict)
 
     def _pools(self) -> tuple[PinnedPool, ...]:
         if self.staging is None:
@@ -342,6 +267,13 @@ class CudaDevice(Device):
             self.pool.close()
         else:
             log.warning("copies hang on %s; their host memory stays registered", self.name)
+
+
+def _require_pinned(pools: Sequence[PinnedPool], *, strict: bool) -> None:
+    """Raise a FallbackRefusedError if `strict`, and some memory of the pools is pageable."""
+    pageable = [pool.why_not_pinned for pool in pools if pool.why_not_pinned]
+    if pageable:
+        fallbacks.allow(pageable[0], strict=strict)
 
 
 def _staging_bytes(host_bytes: int, num_stores: int) -> int:

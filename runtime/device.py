@@ -21,6 +21,7 @@ from teraplan.run_record import TransferRecord
 from teraplan.runtime.host_lane import HostLane, PlainLane
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, StoreInfo
+from teraplan.step_trace import TensorKind
 
 if TYPE_CHECKING:
     from teraplan.runtime.state.block_memory import BlockMemory
@@ -120,8 +121,8 @@ class Device(ABC):
 
     moves_state_unasked = True
     """Parameters, gradients and optimizer state may start to leave it where that is needed."""
-    state_tier: Tier | None = None
-    """The one tier that they go to; None: any."""
+    shows_state_in_files = True
+    """What has left is read where it lies in storage, so it cannot be encrypted there."""
 
     @property
     @abstractmethod
@@ -136,6 +137,10 @@ class Device(ABC):
     def state_memory(self) -> "BlockMemory":
         """Memory for those that move."""
         raise NotImplementedError(f"training state cannot leave {self.name}")
+
+    def tier_of_state(self, kind: TensorKind) -> Tier | None:
+        """The one tier that training state of a kind goes to; None: any."""
+        return None
 
     def open_lane(self) -> HostLane:
         """Copies of gradients to the host's cores, and of parameters back."""

@@ -102,12 +102,16 @@ def renew(address: int, nbytes: int) -> None:
     _map(address, nbytes, _ANONYMOUS | _FIXED, -1, 0)
 
 
-def show_file(address: int, nbytes: int, fd: int, offset: int) -> None:
+def show_file(
+    address: int, nbytes: int, fd: int, offset: int, *, keeps_writes: bool = True
+) -> None:
     """Let the file's bytes from `offset` appear at `address`, writable, in place of what is there.
 
-    Pages that were there are given back to the system.
+    Pages that were there are given back to the system. What is written there is the file's, or, if
+    it does not `keeps_writes`, this mapping's alone.
     """
-    _map(address, nbytes, mmap.MAP_SHARED | _FIXED, fd, offset)
+    sharing = mmap.MAP_SHARED if keeps_writes else mmap.MAP_PRIVATE
+    _map(address, nbytes, sharing | _FIXED, fd, offset)
 
 
 def drop_mapped(address: int, nbytes: int) -> None:

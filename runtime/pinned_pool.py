@@ -82,12 +82,12 @@ class _Slab:
     free: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
     def cut(self, offset: int, nbytes: int) -> None:
-        """Take the beginning of the free stretch at `offset`."""
-        index = bisect_left(self.free, (offset, 0))
-        _, length = self.free[index]
-        self.free[index : index + 1] = (
-            [(offset + nbytes, length - nbytes)] if length > nbytes else []
-        )
+        """Take a part of a free stretch."""
+        index = bisect_left(self.free, (offset + 1, 0)) - 1
+        start, length = self.free[index]
+        end = start + length
+        rest = ((start, offset - start), (offset + nbytes, end - offset - nbytes))
+        self.free[index : index + 1] = [stretch for stretch in rest if stretch[1]]
 
     def join(self, offset: int, nbytes: int) -> None:
         """Give a stretch back, merged with the free ones beside it."""
@@ -234,8 +234,9 @@ class PinnedPool:
                 if length >= nbytes and (slab.pinned or not is_shown)
             ]
             if fitting:
-                slab, offset, _ = min(fitting, key=lambda stretch: stretch[2])
-                return ((slab, offset, nbytes),)
+                slab, offset, length = min(fitting, key=lambda stretch: stretch[2])
+                # From the other end than what has to lie in one piece, between which gaps are lost.
+                return ((slab, offset if is_shown else offset + length - nbytes, nbytes),)
             if self.mapped_bytes >= self.limit_bytes:
                 return None if in_one_part else self._gather(nbytes)
             self._grow(nbytes)

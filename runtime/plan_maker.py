@@ -201,10 +201,9 @@ class PlanMaker:
 
     def _rules(self, trace: StepTrace) -> dict[str, Tier]:
         """Where training state goes if the device has only one way for it."""
-        tier = self._device.state_tier
-        if tier is None:
-            return {}
-        return {t.name: tier for t in trace.tensors if t.kind is not TensorKind.ACTIVATION}
+        state = (t for t in trace.tensors if t.kind is not TensorKind.ACTIVATION)
+        tiers = ((t.name, self._device.tier_of_state(t.kind)) for t in state)
+        return {name: tier for name, tier in tiers if tier is not None}
 
     def machine(self) -> Hardware:
         """The machine, measured at the first call."""

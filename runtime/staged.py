@@ -53,6 +53,8 @@ class Outgoing:
         self.num_issued = 0
         self.issued = threading.Event()
         """Set when no further piece will be copied from the source."""
+        self.queued = threading.Event()
+        """Set when every piece has its record, or one never will."""
         self.error: Exception | None = None
         self._dropped = False
         self.trip = log.add(
@@ -65,10 +67,39 @@ class Outgoing:
             )
         )
         self._cuda, self._log = cuda, log
+        if not self.pieces:
+            self.queued.set()
+
+    @property
+    def written(self) -> bool:
+        """Whether storage has all bytes, or never will."""
+        if self.error is not None:
+            return True
+        return self.queued.is_set() and all(record.write.done for record in self.records)
+
+    @property
+    def failed(self) -> bool:
+        """Whether some bytes could not be written."""
+        errors = (record.write.error for record in self.records)
+        return self.error is not None or any(error is not None for error in errors)
+
+    @property
+    def records(self) -> list[Record]:
+        """Of the pieces, in order, as far as their writes are queued."""
+        return [piece.record for piece in self.pieces if piece.record is not None]
+
+    def add(self, piece: Piece, record: Record) -> None:
+        """The write of one more piece is queued."""
+        piece.record = record
+        self.trip.transfers.append(record.write)
+        self.trip.num_left -= 1
+        if not self.trip.num_left:
+            self.queued.set()
 
     def drop(self) -> None:
         """Nobody needs the bytes any more."""
         self._dropped = self.trip.abandoned = True
+        self.queued.set()
 
     def is_dropped(self) -> bool:
         """Whether nobody needs the bytes any more; another thread may have said so just now."""
@@ -80,6 +111,7 @@ class Outgoing:
         error = error.with_traceback(None)
         self.error = self.error or error
         self.trip.abandoned = True
+        self.queued.set()
 
     def let_go(self) -> None:
         """Free the source for `home`, after the copies. Any thread, any number of times.
@@ -134,6 +166,11 @@ class Incoming:
         self._cuda, self._log = cuda, log
         if not outgoing.pieces:
             self.landed.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether no byte is under way, whether or not it went well."""
+        return self.landed.is_set() and all(event.query() for event in self.events)
 
     def add(self, event: Event) -> None:
         """The copy of one more piece is queued, before `event`."""

@@ -134,6 +134,23 @@ class Staging:
         outgoing.let_go()
         return waited_ns
 
+    def wait_written(self, outgoing: Outgoing) -> int:
+        """As `wait_out`, but until storage has the bytes: then they cannot be lost any more.
+
+        Raises:
+            StorageError: they could not be written; the source is whole.
+            DeadlineError: they were not in time; likewise.
+        """
+        label = outgoing.label
+        waited_ns = self._wait(outgoing.issued, label, "leave", self.writes)
+        waited_ns += self._wait(outgoing.queued, label, "leave", self.writes)
+        if outgoing.error is not None:
+            raise outgoing.error
+        for record in outgoing.records:
+            waited_ns += self._storage.wait(record.write, what=f"{label} to leave")
+        outgoing.let_go()
+        return waited_ns
+
     def wait_back(self, incoming: Incoming) -> tuple[torch.Tensor, int]:
         """Wait until the bytes are there for the calling thread's stream: memory, ns blocked.
 
@@ -239,16 +256,13 @@ class Staging:
             return
         part = lease.parts[0]
         try:
-            piece.record = self._storage.put(
-                part.address, part.nbytes, owner=lease, label=outgoing.label
-            )
+            record = self._storage.put(part.address, part.nbytes, owner=lease, label=outgoing.label)
         except StorageError as caught:
             outgoing.fail(caught)
             return
-        outgoing.trip.transfers.append(piece.record.write)
-        outgoing.trip.num_left -= 1
+        outgoing.add(piece, record)
         if outgoing.is_dropped():
-            self._storage.drop(piece.record)
+            self._storage.drop(record)
 
     # -- back ----------------------------------------------------------------------------------
 

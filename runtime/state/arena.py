@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from teraplan.errors import StorageFullError
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.state.movable import is_movable
-from teraplan.runtime.state.move_log import MoveLog
 from teraplan.runtime.state.timeline import NEVER, Timeline
 
 
@@ -26,7 +26,7 @@ class StateArena:
     def __init__(self, memory: BlockMemory, limit_bytes: int) -> None:
         self.memory = memory
         memory.limit_bytes = limit_bytes
-        self.blocks = memory.blocks
+        self.blocks, self.log = memory.blocks, memory.log
         self.sizes: dict[Key, int] = {}
         """Bytes of everything that has ever been here."""
         self.make_room: Callable[[int], object] | None = None
@@ -34,6 +34,8 @@ class StateArena:
         self.timeline = Timeline()
         self.overrun_bytes = 0
         """The most that blocks in use at once have taken beyond the limit."""
+        self.why_stayed = ""
+        """Why a block that was to leave stayed, the last time that one did."""
         self._lock = memory.lock
         self._away: dict[Key, Block] = {}
         self._alive: Counter[Key] = Counter()
@@ -109,11 +111,6 @@ class StateArena:
     def limit_bytes(self) -> int:
         """What the blocks may take now."""
         return self.memory.limit_bytes
-
-    @property
-    def log(self) -> MoveLog:
-        """What moving has cost."""
-        return self.memory.log
 
     @property
     def total_bytes(self) -> int:
@@ -195,7 +192,7 @@ class StateArena:
                         room -= self.sizes.get(key, 0)
                     continue
                 room -= block.nbytes
-                if room >= 0:
+                if room >= 0 and self.memory.may_come_beside_user_code(block):
                     self._start_back(block)
 
     # -- what a plan asks for --------------------------------------------------------------------
@@ -210,11 +207,14 @@ class StateArena:
     def send_out(self, block: Block, host_bytes: int = 0) -> None:
         """Start copying the block out, its first bytes to host memory, unless it is in use.
 
-        Where a tier has no room for its part, all goes to the other. What has a record goes there.
+        Where a tier has no room for its part, all goes to the other; if that has none, it stays.
         """
         with self._lock:
             if self._is_here(block) and not block.uses and not block.leaving:
-                self._start_leaving(block, host_bytes)
+                try:
+                    self._start_leaving(block, host_bytes)
+                except StorageFullError as full:
+                    self.why_stayed = str(full)
 
     def see_out(self, block: Block, host_bytes: int = 0) -> None:
         """Wait until the block has left, unless it is in use."""
@@ -238,9 +238,9 @@ class StateArena:
 
     def user_may_run(self) -> None:
         """A graph's last site: see to it that what is written to any block then is not lost."""
-        if not self.memory.comes_beside_user_code:
-            with self._lock:
-                for block in list(self._coming):
+        with self._lock:
+            for block in list(self._coming):
+                if not self.memory.may_come_beside_user_code(block):
                     self._bring(block)
 
     # -- going out -------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class StateArena:
         self._leaving.append(block)
 
     def _settle(self) -> None:
-        """Take out what has been written, and forget what has ended."""
+        """Take out what has been written; forget what has ended."""
         for _ in range(len(self._leaving)):
             block = self._leaving.popleft()
             if not block.leaving or block.record is None:
@@ -281,8 +281,7 @@ class StateArena:
             self._drop_record(block)
             raise
         since = block.epoch == self._epoch
-        is_same = since or self.memory.is_as_written(block, since_user_ran=False)
-        if block.changed or not is_same:
+        if block.changed or not (since or self.memory.is_as_written(block, since_user_ran=False)):
             self._drop_record(block)
             self._start_leaving(block)
             return
@@ -356,12 +355,19 @@ class StateArena:
                 self._finish_leaving(block)
                 return True
         idle = [block for block in self._in_memory if not block.uses]
-        if not idle:
-            return self._take_one_that_comes()
-        next_use = self.timeline.next_use
-        victim = max(idle, key=lambda block: NEVER + 1 if block.spent else next_use(block.key))
-        self._start_leaving(victim)
-        return True
+        next_use, full = self.timeline.next_use, ""
+        while idle:
+            victim = max(idle, key=lambda block: NEVER + 1 if block.spent else next_use(block.key))
+            try:
+                self._start_leaving(victim)
+            except StorageFullError as error:  # another may have somewhere to go
+                full = full or str(error)
+                idle.remove(victim)
+            else:
+                return True
+        if full:
+            raise StorageFullError(full)
+        return self._take_one_that_comes()
 
     def _take_one_that_comes(self) -> bool:
         """Wait for a block that was to come back ahead; now it can leave."""

@@ -32,8 +32,8 @@ class BlockMemory(ABC):
     """The host sees the bytes of blocks in memory at their addresses."""
     is_told_by_device = False
     """Its transfers and waits are in the device's log, under the labels of the blocks."""
-    comes_beside_user_code = True
-    """Blocks may be on their way back while code runs that nobody tells of."""
+    hides = False
+    """Some tensors cannot be read while they are away; then there is `readable`."""
 
     def __init__(self, source: Source, *, keeps: bool) -> None:
         self.lock = threading.RLock()
@@ -69,6 +69,10 @@ class BlockMemory(ABC):
     @abstractmethod
     def end(self, block: Block) -> None:
         """A block's last tensor has ended: give back what it has."""
+
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or what can be read in its place: a CPU tensor of what it is now."""
+        return tensor
 
     def tidy(self) -> None:  # noqa: B027  most have nothing of the kind
         """Take out of memory what user code has touched of blocks that are away. Takes the lock."""
@@ -142,6 +146,10 @@ class BlockMemory(ABC):
         Raises:
             StorageError, IntegrityError, DeadlineError: they could not be had.
         """
+
+    def may_come_beside_user_code(self, block: Block) -> bool:
+        """Whether a block that is away may be on its way while code runs that nobody tells of."""
+        return True
 
     def changes(self, block: Block) -> None:  # noqa: B027  most see by the bytes what has changed
         """A use that has begun may write to the block."""

@@ -11,7 +11,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
-from teraplan.hardware import Tier
 from teraplan.runtime import census, fallbacks
 from teraplan.runtime.compiled_modules import compiled_modules
 from teraplan.runtime.device import Device
@@ -72,7 +71,7 @@ class StateKeeper:
         config, device = self._config, self._device
         if device.why_state_stays:
             return f"on {device.type.upper()}: {device.why_state_stays}"
-        if config.encrypt and device.state_tier is not Tier.HOST:
+        if config.encrypt and device.shows_state_in_files:
             return "with encrypt: what is away is looked at in the file itself"
         if config.host_updates != "never" and device.has_host_beside:
             return "with host_updates: copies to the host's cores read them beside the computation"

@@ -18,7 +18,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.state import attachment
+from teraplan.runtime.state import attachment, hidden_state
 from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.host_state import is_updated_on_host
 from teraplan.runtime.state.per_parameter import updates_each_by_itself
@@ -110,8 +110,11 @@ class OptimizerSteps:
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Take the state that the optimizer has now, and its parameters if it is attached."""
-        if self._is_to_run(optimizer):
-            self._adopt(optimizer, parameters_of(optimizer))
+        if not self._is_to_run(optimizer):
+            return
+        if self._state.arena.memory.hides and optimizer not in self._handles:
+            self._handles[optimizer] = self._hooked(optimizer)
+        self._adopt(optimizer, parameters_of(optimizer))
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -123,12 +126,13 @@ class OptimizerSteps:
         self._end(optimizer)
         if not self._is_to_run(optimizer):
             self._unhook(optimizer)
+            hidden_state.bring_home(self._state.arena, optimizer)
             if any(self._is_ours(p) for p in parameters_of(optimizer)):
                 self._state.stepped()
             return
         if optimizer not in self._handles:
             self._handles[optimizer] = self._hooked(optimizer)
-        before_handle, after_handle, _ = self._handles[optimizer]
+        before_handle, after_handle, *_ = self._handles[optimizer]
         put_innermost(optimizer, before_handle, after_handle)
 
     def _is_to_run(self, optimizer: Optimizer) -> bool:
@@ -147,11 +151,18 @@ class OptimizerSteps:
 
     def _hooked(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
         before, after, loaded = hooks_of(self, attachment.REMEDY)
-        return (
+        handles = (
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
             optimizer.register_load_state_dict_post_hook(loaded),
         )
+        if not self._state.arena.memory.hides:
+            return handles
+        hook = calling(weakref.ref(self), "_saved")
+        return *handles, optimizer.register_state_dict_post_hook(hook)
+
+    def _saved(self, _: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return hidden_state.readable(self._state.arena, state_dict)
 
     def _loaded(self, optimizer: Optimizer) -> None:
         if self.at_gradients is not None:

@@ -1,8 +1,15 @@
-"""Where a tensor's storage points to: read, made and swapped. Private interfaces of PyTorch."""
+"""Where a tensor's storage points to: read, made, swapped. Private interfaces of PyTorch."""
 
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.codecache import CppCodeCache
+
+_SOURCE = Path(__file__).with_name("storage_pointers.cpp")
 
 
 def why_not() -> str:
@@ -10,6 +17,17 @@ def why_not() -> str:
     if hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
         return ""
     return f"torch {torch.__version__} cannot swap what storages point to"
+
+
+@functools.cache
+def why_not_raising() -> str:
+    """Why tensors cannot raise where their bytes are looked at; "" if they can. Compiles once."""
+    try:
+        _let_raise()
+    except Exception as error:  # noqa: BLE001  no compiler, another one than it was made for, ..
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"what lets tensors raise could not be compiled: {reason}"
+    return ""
 
 
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -23,4 +41,19 @@ def point_to(storage: torch.UntypedStorage, address: int) -> None:
     """Let a storage that `storage_at` has made look at other memory, with all of its tensors."""
     target: Any = storage_at(address, storage.nbytes(), storage.device)
     swapped: Any = storage
-    swapped._swap_data_ptr_(target)
+    swapped._swap_data_ptr_(target)  # and whether it raises
+
+
+def let_raise(storage: torch.UntypedStorage, message: str) -> None:
+    """Let whoever looks at a storage's bytes get a RuntimeError, until it points to others."""
+    _let_raise()(storage._cdata, message.encode())
+
+
+@functools.cache
+def _let_raise() -> Callable[[int, bytes], None]:
+    torch_lib = Path(torch.__path__[0]) / "lib" / "libc10.so"
+    ctypes.CDLL(str(torch_lib), mode=ctypes.RTLD_GLOBAL)  # the symbols that the source needs
+    compiled: Any = CppCodeCache.load(_SOURCE.read_text())
+    found = ctypes.PyDLL(compiled._name).let_raise  # keeps Python's lock
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_char_p), None
+    return found

@@ -344,7 +344,7 @@ class TrainingState:
         for block in blocks:
             writes = changes and update and block.key[0] is not TensorKind.GRADIENT
             self.arena.use(block, writes=writes, may_write=changes)
-        if not self._follows_plan and self._memory.comes_beside_user_code:
+        if not self._follows_plan:
             self.arena.prefetch()
 
     def end_use(self, blocks: Sequence[Block], *, update: bool = False) -> None:

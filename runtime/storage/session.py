@@ -164,6 +164,11 @@ class Storage:
         return self._opened[0].arena.takes_device_memory
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be put or got any more."""
+        return self._closed
+
+    @property
     def stores(self) -> tuple[StoreInfo, ...]:
         """The directories as they are used now."""
         self._check_process("status")
@@ -261,8 +266,7 @@ class Storage:
             StorageError: it failed; IntegrityError if the bytes came back changed.
         """
         if transfer.done:
-            if transfer.error is not None:
-                raise transfer.error
+            transfer.raise_if_failed()
             return 0
         self._check_process(transfer.label)
         return self.traffic.wait(transfer, what=what, deadline_s=self.deadline_s)

@@ -162,8 +162,7 @@ class Traffic:
                     raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
                 half_s = deadline_s / 2 - idle_s
                 self._ended.wait(half_s if half_s > 0 else deadline_s - idle_s)
-        if transfer.error is not None:
-            raise transfer.error
+        transfer.raise_if_failed()
         return perf_counter_ns() - began_ns
 
     def room(self, store: Store) -> tuple[int, int]:

@@ -10,6 +10,7 @@ copied. It comes back without a copy, too, if it lands at an address with the sa
 chunk has a place of its own: those of a large tensor are spread over all stores.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -83,6 +84,13 @@ class Transfer:
     def done(self) -> bool:
         """Whether it has ended, well or with `error`; its owner has then been let go."""
         return self._done
+
+    def raise_if_failed(self) -> None:
+        """Raise its error, a new one each time: the frames that it passes would stay with it."""
+        if self.error is not None:
+            raised = copy.copy(self.error)
+            raised.errno = self.error.errno
+            raise raised from self.error.__cause__
 
     def mark_done(self) -> None:
         """Ends it: times, and everything it held is let go."""

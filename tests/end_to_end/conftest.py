@@ -4,17 +4,20 @@ import gc
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from teraplan import backend
+from teraplan.config import Config
 from teraplan.planners import small_step
 from teraplan.runtime import plan_maker
 from teraplan.runtime.state import host_choice
-from teraplan.runtime.storage import default_directory
+from teraplan.runtime.storage import Storage, default_directory
+from teraplan.units import MIB
+from tests.end_to_end.cuda_path import STAGING, CudaPath
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,6 +66,22 @@ def disk() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="teraplan-test-", dir=default_directory()))
     yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def cuda_path(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sessions get a `CudaPath`; the function sets how much host memory there is."""
+
+    def let_have(host_bytes: int) -> None:
+        def open_device(config: Config, device_type: str) -> CudaPath:
+            assert device_type == "cpu"
+            storage = Storage.open([default_directory()], encrypt=config.encrypt)
+            return CudaPath(storage, STAGING + host_bytes)
+
+        monkeypatch.setattr(backend, "open_device", open_device)
+
+    let_have(64 * MIB)
+    return let_have
 
 
 @pytest.fixture

@@ -110,7 +110,10 @@ def training(
     make_model: Callable[[], MLP] = model,
     between: Callable[[MLP, torch.optim.Optimizer, int], None] | None = None,
     steps: int = STEPS,
+    drops_gradients: bool = False,
 ) -> Program:
+    """`drops_gradients`: right after each step, so that the run does not record them."""
+
     def program(this: Run) -> None:
         net = make_model()
         this.compile(net)
@@ -123,6 +126,8 @@ def training(
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()
+            if drops_gradients:
+                optimizer.zero_grad(set_to_none=set_to_none)
             this.record(loss, net, others=states(optimizer))
             optimizer.zero_grad(set_to_none=set_to_none)
             if between is not None:

@@ -1,7 +1,7 @@
 """Training through the CUDA back end's transfers, with the CPU as the device that computes."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,16 +27,11 @@ SLOW = [pytest.param(tier, marks=pytest.mark.slow) for tier in ("storage", "host
 
 
 @pytest.fixture(params=["both", *SLOW])
-def tiers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def tiers(request: pytest.FixtureRequest, cuda_path: Callable[[int], None]) -> str:
     """Sessions get a CudaPath with these tiers."""
-    host_bytes = {"storage": 0, "host": 64 * MIB, "both": MIB}[request.param]
-
-    def open_device(config: Config, device_type: str) -> CudaPath:
-        assert device_type == "cpu"
-        return CudaPath(Storage.open([default_directory()]), STAGING + host_bytes)
-
-    monkeypatch.setattr(backend, "open_device", open_device)
-    yield request.param
+    name = str(request.param)
+    cuda_path({"storage": 0, "host": 64 * MIB, "both": MIB}[name])
+    return name
 
 
 def compare(program: Program, tiers: str) -> None:

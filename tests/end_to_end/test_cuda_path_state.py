@@ -7,33 +7,14 @@ import torch
 from torch import Tensor
 
 from teraplan import backend
-from teraplan.config import Config
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.runtime.storage import Storage, default_directory
 from teraplan.step_trace import TensorKind
-from teraplan.units import MIB
 from tests.end_to_end import moving, test_state_models
-from tests.end_to_end.cuda_path import STAGING, CudaPath
 from tests.end_to_end.moving import adamw, model, sgd, training, weight
 from tests.end_to_end.test_state_plan import planned_case
 from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, run
 
-HOST_BYTES = 64 * MIB
-
-
-@pytest.fixture(autouse=True)
-def cuda_path(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Sessions get a CudaPath; the function sets how much host memory there is."""
-
-    def let_have(host_bytes: int) -> None:
-        def open_device(config: Config, device_type: str) -> CudaPath:
-            assert device_type == "cpu"
-            return CudaPath(Storage.open([default_directory()]), STAGING + host_bytes)
-
-        monkeypatch.setattr(backend, "open_device", open_device)
-
-    let_have(HOST_BYTES)
-    return let_have
+pytestmark = pytest.mark.usefixtures("cuda_path")
 
 
 def check(

@@ -22,7 +22,9 @@ def test_what_cannot_be_computed_again_any_more_is_chosen_anew() -> None:
     with pytest.raises(InfeasibleBudgetError):
         make_plan(trace, slow, budgets, recompute=[GELU])
     plans = PlanMaker(
-        Config(), cast("Device", SimpleNamespace(state_tier=None)), ReportFiles(None, strict=False)
+        Config(),
+        cast("Device", SimpleNamespace(tier_of_state=lambda _: None)),
+        ReportFiles(None, strict=False),
     )
     plan = plans._make_plan(trace, slow, budgets, recompute=[GELU])
     assert not check_plan(plan)

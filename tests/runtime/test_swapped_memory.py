@@ -5,20 +5,23 @@ launched, and freed memory is overwritten in the order of its stream.
 """
 
 import ctypes
+import errno
 import gc
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from teraplan.errors import StorageFullError
+from teraplan.errors import StorageError, StorageFullError
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Place
 from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
-from tests.runtime.cuda_world import STAGING, World
+from tests.fakes.faulty_calls import Fault, injected
+from tests.runtime.cuda_world import STAGING, World, until
 
 NBYTES = MIB // 4
 LIMIT = 4 * NBYTES
@@ -53,10 +56,11 @@ def read(world: World, tensor: Tensor) -> int:
     return values.pop() if len(values) == 1 else -1
 
 
-def filled(world: World, arena: StateArena, number: int) -> tuple[Tensor, Block]:
-    key = (TensorKind.PARAMETER, number)
+def filled(
+    world: World, arena: StateArena, number: int, kind: TensorKind = TensorKind.PARAMETER
+) -> tuple[Tensor, Block]:
     like = torch.empty(NBYTES, dtype=torch.uint8)
-    block = arena.open(NBYTES, key, "parameter", shape=(NBYTES,), dtype="uint8")
+    block = arena.open(NBYTES, (kind, number), str(kind), shape=(NBYTES,), dtype="uint8")
     arena.use(block, writes=True, may_write=True)
     tensor = arena.place(block, like)
     write(world, tensor, number)
@@ -181,8 +185,10 @@ def test_tensors_of_one_block_move_together(world: World, arena: StateArena) -> 
 def test_what_has_no_room_on_the_host_stays(world: World, arena: StateArena) -> None:
     taken = world.device.pool.try_take(world.device.pool.free_bytes)
     tensor, block = filled(world, arena, 3)
+    arena.send_out(block)
+    assert re.fullmatch(r"parameter 3 \(262144\): .* raise host_budget", arena.why_stayed)
     with pytest.raises(StorageFullError, match=r"parameter 3 \(262144\): .* raise host_budget"):
-        arena.send_out(block)
+        arena.keep_to(0)
     assert taken is not None
     del taken
     assert read(world, tensor) == 3
@@ -219,9 +225,9 @@ def test_kernels_are_shown_pinned_memory_only() -> None:
     with World(host_bytes=STAGING + 64 * NBYTES, why_not_pinned="no more locked memory") as world:
         assert world.device.why_state_stays.endswith("are pageable: no more locked memory")
         arena = StateArena(world.device.state_memory(), LIMIT)
-        tensor, block = filled(world, arena, 3)
+        tensor, _ = filled(world, arena, 3)
         with pytest.raises(StorageFullError, match=r"host_budget \(.* no more locked memory\)"):
-            arena.send_out(block)
+            arena.keep_to(0)
         assert read(world, tensor) == 3
         arena.close()
 
@@ -259,50 +265,208 @@ def test_tensors_outlive_the_session(world: World, arena: StateArena) -> None:
     assert world.cuda.memory("allocated", "current") == 0
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_any_order_of_uses_and_writes(seed: int) -> None:
-    """What a kernel finds is always what was written there last, wherever it was then."""
-    with World(seed=seed, host_bytes=STAGING + 64 * NBYTES, slowest_s=0.001) as world:
-        use_in_any_order(world, random.Random(seed))
+@pytest.fixture(params=["staged", "direct"])
+def short_of_host(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A device with host memory for two tensors; storage takes device memory, or staged pieces."""
+    direct = request.param == "direct"
+    host_bytes = 2 * NBYTES + (0 if direct else STAGING)
+    with World(host_bytes=host_bytes, direct=direct) as opened:
+        yield opened
 
 
-def use_in_any_order(world: World, chosen: random.Random) -> None:
+def stored(world: World, arena: StateArena, number: int) -> tuple[Tensor, Block]:
+    """Optimizer state that has left for storage."""
+    tensor, block = filled(world, arena, number, TensorKind.OPTIMIZER_STATE)
+    arena.see_out(block, host_bytes=0)
+    assert block.place is Place.AWAY
+    return tensor, block
+
+
+def test_what_is_in_storage_raises_and_comes_back(short_of_host: World) -> None:
+    world = short_of_host
     arena = StateArena(world.device.state_memory(), LIMIT)
-    tensors = [filled(world, arena, number) for number in range(10)]
-    values = list(range(10))
-    for _ in range(300):
-        number = chosen.randrange(10)
-        tensor, block = tensors[number]
-        action = chosen.choice(
-            ["graph", "update", "user writes", "read", "out", "gone", "fetch", "limit", "new"]
-        )
-        if action in ("graph", "update"):
-            writes = action == "update"
-            arena.use(block, writes=writes, may_write=writes)
-            assert block.place is Place.MEMORY
-            if writes:
-                values[number] = chosen.randrange(256)
-                write(world, tensor, values[number])
-            arena.done(block, leaves=chosen.random() < 0.5)
-        elif action == "user writes":
-            if chosen.random() < 0.5:
-                arena.user_may_run()
-            values[number] = chosen.randrange(256)
-            write(world, tensor, values[number])
-            arena.user_may_have_run()
-        elif action == "read":
-            assert read(world, tensor) == values[number]
-        elif action == "out":
-            arena.send_out(block)
-        elif action == "gone":
-            arena.see_out(block)
-        elif action == "fetch":
-            arena.fetch(block)
-        elif action == "limit":
-            arena.keep_to(chosen.randrange(1, 5) * NBYTES)
-        else:
-            tensors[number] = filled(world, arena, number)
-            values[number] = number
-    assert [read(world, tensor) for tensor, _ in tensors] == values
-    assert arena.overrun_bytes == 0
+    tensor, block = stored(world, arena, 7)
+    view = tensor.view(-1, 64)[1:3]
+    assert arena.held_bytes == 0
+    for use in (tensor.sum, view.zero_, tensor.data_ptr, tensor.tolist):
+        with pytest.raises(RuntimeError, match=r"^optimizer_state 7 .*optimizer\.state_dict\(\)"):
+            use()
+    shown = arena.memory.readable(tensor)
+    assert shown.shape == tensor.shape
+    assert (shown == 7).all()
+    shown.fill_(1)
+    arena.fetch(block)
+    arena.user_may_run()
+    with pytest.raises(RuntimeError, match="is in storage"):
+        tensor.sum()
+    arena.use(block, writes=True, may_write=True)
+    assert [read(world, tensor), read(world, view)] == [7, 7]
+    write(world, tensor, 8)
+    arena.done(block, leaves=False)
+    arena.see_out(block, host_bytes=0)
+    assert (shown == 1).all()
+    assert (arena.memory.readable(tensor) == 8).all()
     arena.close()
+    assert read(world, tensor) == 8
+
+
+def test_a_view_keeps_what_it_shows(short_of_host: World) -> None:
+    world = short_of_host
+    arena = StateArena(world.device.state_memory(), LIMIT)
+    tensor, block = stored(world, arena, 7)
+    shown = arena.memory.readable(tensor)
+    in_use = world.storage.bytes_in_use
+    del tensor, block
+    others = [stored(world, arena, number) for number in range(4)]
+    assert (shown == 7).all()
+    assert world.storage.bytes_in_use == in_use + 4 * NBYTES
+    del shown, others
+    arena.prefetch()
+    until(lambda: world.storage.bytes_in_use == 0)
+    arena.close()
+
+
+def test_a_part_in_host_memory_comes_back_too(short_of_host: World) -> None:
+    world = short_of_host
+    arena = StateArena(world.device.state_memory(), LIMIT)
+    tensor, block = filled(world, arena, 7, TensorKind.OPTIMIZER_STATE)
+    arena.see_out(block, host_bytes=NBYTES // 3)
+    assert 0 < arena.log.traffic.to_host_bytes <= NBYTES // 3
+    assert arena.log.traffic.to_host_bytes + arena.log.traffic.written_bytes == NBYTES
+    assert (arena.memory.readable(tensor) == 7).all()
+    arena.use(block)
+    assert read(world, tensor) == 7
+    arena.done(block, leaves=False)
+    arena.close()
+
+
+def test_a_failed_write_frees_no_memory(short_of_host: World) -> None:
+    """What host memory has no room for, either, stays whole; what it has goes there."""
+    fail_to_write(short_of_host)
+    short_of_host.device.take_transfers()  # with their errors, and those with frames
+    gc.collect()
+
+
+def fail_to_write(world: World) -> None:
+    arena = StateArena(world.device.state_memory(), LIMIT)
+    tensors = [filled(world, arena, number, TensorKind.OPTIMIZER_STATE) for number in range(3)]
+    with injected(Fault(call="write", what=errno.EIO, at=1, times=1000)):
+        for _, block in tensors[:2]:
+            arena.see_out(block, host_bytes=0)
+            assert block.place is Place.AWAY
+        with pytest.raises(StorageError):
+            arena.see_out(tensors[2][1], host_bytes=0)
+        assert tensors[2][1].place is Place.MEMORY
+    assert [read(world, tensor) for tensor, _ in tensors] == [0, 1, 2]
+    arena.close()
+
+
+def test_after_its_update_a_gradient_may_go_to_storage(short_of_host: World) -> None:
+    world = short_of_host
+    arena = StateArena(world.device.state_memory(), LIMIT)
+    taken = world.device.pool.try_take(2 * NBYTES)
+    tensor, block = filled(world, arena, 5, TensorKind.GRADIENT)
+    arena.send_out(block)
+    assert "host_budget" in arena.why_stayed
+    block.num_spent = 1
+    arena.see_out(block)
+    with pytest.raises(RuntimeError, match=r"^gradient 5 .* before optimizer\.step\(\)"):
+        tensor.sum()
+    arena.use(block)
+    assert read(world, tensor) == 5
+    arena.done(block, leaves=False)
+    arena.close()
+    del taken
+
+
+@pytest.mark.parametrize("way", ["host", "staged", "direct"])
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_uses_and_writes(seed: int, way: str) -> None:
+    """What a kernel finds is always what was written there last, wherever it was then."""
+    host_bytes = 64 * NBYTES + (0 if way == "direct" else STAGING)
+    direct = way == "direct"
+    with World(seed=seed, host_bytes=host_bytes, slowest_s=0.001, direct=direct) as world:
+        Walk(world, random.Random(seed), stores=way != "host").go()
+
+
+class Walk:
+    """Ten tensors in any order of actions; with `stores`, half of them may go to storage."""
+
+    def __init__(self, world: World, chosen: random.Random, *, stores: bool) -> None:
+        self.world, self.chosen, self.stores = world, chosen, stores
+        self.arena = StateArena(world.device.state_memory(), LIMIT)
+        self.tensors = [self.made(number) for number in range(10)]
+        self.values = list(range(10))
+
+    def made(self, number: int) -> tuple[Tensor, Block]:
+        stored = self.stores and number >= 5
+        kind = TensorKind.OPTIMIZER_STATE if stored else TensorKind.PARAMETER
+        tensor, block = filled(self.world, self.arena, number, kind)
+        if stored:
+            self.arena.see_out(block, host_bytes=0)
+        return tensor, block
+
+    def found(self, number: int) -> int:
+        tensor = self.tensors[number][0]
+        shown = self.arena.memory.readable(tensor)
+        if shown is tensor:
+            return read(self.world, tensor)
+        assert (shown == shown[0]).all()
+        return int(shown[0])
+
+    def go(self) -> None:
+        actions = (self.graph, self.update, self.user_writes, self.check, self.leave, self.new)
+        for _ in range(300):
+            act = self.chosen.choice((*actions, self.gone, self.fetch, self.limit))
+            act(self.chosen.randrange(10))
+        self.end()
+
+    def graph(self, number: int, *, writes: bool = False) -> None:
+        tensor, block = self.tensors[number]
+        self.arena.use(block, writes=writes, may_write=writes)
+        assert block.place is Place.MEMORY
+        if writes:
+            self.write(tensor, number)
+        self.arena.done(block, leaves=self.chosen.random() < 0.5)
+
+    def update(self, number: int) -> None:
+        self.graph(number, writes=True)
+
+    def write(self, tensor: Tensor, number: int) -> None:
+        self.values[number] = self.chosen.randrange(256)
+        write(self.world, tensor, self.values[number])
+
+    def user_writes(self, number: int) -> None:
+        tensor = self.tensors[number][0]
+        if self.chosen.random() < 0.5:
+            self.arena.user_may_run()
+        if self.arena.memory.readable(tensor) is tensor:
+            self.write(tensor, number)
+        self.arena.user_may_have_run()
+
+    def check(self, number: int) -> None:
+        assert self.found(number) == self.values[number]
+
+    def leave(self, number: int) -> None:
+        self.arena.send_out(self.tensors[number][1], self.chosen.choice([0, NBYTES // 2, NBYTES]))
+
+    def gone(self, number: int) -> None:
+        self.arena.see_out(self.tensors[number][1])
+
+    def fetch(self, number: int) -> None:
+        self.arena.fetch(self.tensors[number][1])
+
+    def limit(self, number: int) -> None:
+        self.arena.keep_to((1 + number % 4) * NBYTES)
+
+    def new(self, number: int) -> None:
+        self.tensors[number], self.values[number] = self.made(number), number
+
+    def end(self) -> None:
+        """All is as it should be, also after the arena's end."""
+        assert [self.found(number) for number in range(10)] == self.values
+        assert self.arena.overrun_bytes == 0
+        traffic = self.arena.log.traffic
+        assert bool(traffic.written_bytes and traffic.read_bytes) == self.stores
+        self.arena.close()
+        assert [read(self.world, tensor) for tensor, _ in self.tensors] == self.values
