@@ -35,9 +35,9 @@ class CudaCopy(Copy):
         """True if some bytes could not be written."""
 
     @property
-    @abstractmethod
     def host_bytes(self) -> int:
         """Of its bytes, those in the host tier: the first ones."""
+        return 0
 
     @property
     @abstractmethod
@@ -88,8 +88,15 @@ class HostCopy(CudaCopy):
         """See `CudaCopy`."""
         return self.inner.left.query()
 
-    failed = False
-    records = ()
+    @property
+    def failed(self) -> bool:
+        """See `CudaCopy`."""
+        return False
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """See `CudaCopy`."""
+        return ()
 
     @property
     def host_bytes(self) -> int:
@@ -125,7 +132,6 @@ class StagedCopy(CudaCopy):
     """A tensor in storage, through staging memory."""
 
     tier = Tier.STORAGE
-    host_bytes = 0
 
     def __init__(self, staging: Staging, outgoing: Outgoing) -> None:
         self.nbytes, self.outgoing, self.staging = outgoing.nbytes, outgoing, staging
@@ -179,7 +185,6 @@ class DirectCopy(CudaCopy):
     """GDS: storage reads the tensor's own memory, so it may be freed only after the write."""
 
     tier = Tier.STORAGE
-    host_bytes = 0
 
     def __init__(self, storage: Storage, record: Record, label: str) -> None:
         self.nbytes, self.record, self.label = record.nbytes, record, label

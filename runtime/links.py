@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter_ns, sleep
 
+from teraplan.errors import StorageUnusableError
 from teraplan.hardware import Link
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Record, Storage, Transfer
@@ -46,6 +47,9 @@ def storage_link(
     Raises:
         StorageError: a directory cannot be used.
     """
+    for directory in directories:
+        if not Path(directory).is_dir():
+            raise StorageUnusableError(f"{directory} is no directory; name one that exists")
     disks = [disk_facts(Path(directory)) for directory in directories]
     names = [f"{disk.device} {disk.disk} {disk.file_system}" for disk in disks]
     key = f"storage {platform.node()} checksum={checksum} " + ", ".join(sorted(names))

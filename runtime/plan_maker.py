@@ -22,7 +22,7 @@ from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.memory_curve import device_curve
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan, require_same_fingerprint
-from teraplan.planners import make_plan, planner_named, with_choices_of
+from teraplan.planners import as_it_is, make_plan, planner_named, with_choices_of
 from teraplan.planners.base import Problem, require_feasible
 from teraplan.recomputed_step import independent
 from teraplan.runtime.case import Case
@@ -55,12 +55,14 @@ class PlanMaker:
         self._machine: Hardware | None = None
         self.replayed: Plan | None = None
         if config.plan != "auto":
-            self.replayed = read_plan(Path(config.plan))
+            plan = read_plan(Path(config.plan))
             try:
-                require_valid(self.replayed)
+                self.replayed = as_it_is(plan)
             except InvalidPlanError as error:
                 raise InvalidPlanError(f"{config.plan}: {error}") from None
             _require_possible_here(self.replayed, config.plan)
+            if self.replayed is not plan:
+                log.info("%s was edited: what it says is predicted anew", config.plan)
         planner_named(config.policy)  # an unknown one is told at once, not after measuring
 
     def require_known(self, table: GraphTable) -> None:

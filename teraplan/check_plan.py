@@ -26,12 +26,22 @@ def require_valid(plan: Plan) -> None:
     """
     violations = check_plan(plan)
     if violations:
-        listed = "".join(f"\n  {v.kind}: {v.message}" for v in violations[:5])
-        more = f"\n  and {len(violations) - 5} more" if len(violations) > 5 else ""
-        raise InvalidPlanError(
-            f"the plan breaks {len(violations)} rules:{listed}{more}\n"
-            "correct the migrations named, or plan again"
-        )
+        raise invalid(broken_rules(violations) or violations)
+
+
+def broken_rules(violations: Sequence[Violation]) -> tuple[Violation, ...]:
+    """Those that no new prediction would mend."""
+    return tuple(v for v in violations if v.kind is not ViolationKind.PREDICTION)
+
+
+def invalid(violations: Sequence[Violation]) -> InvalidPlanError:
+    """The error that names the first few of these."""
+    listed = "".join(f"\n  {v.kind}: {v.message}" for v in violations[:5])
+    more = f"\n  and {len(violations) - 5} more" if len(violations) > 5 else ""
+    rules = "1 rule" if len(violations) == 1 else f"{len(violations)} rules"
+    return InvalidPlanError(
+        f"the plan breaks {rules}:{listed}{more}\ncorrect the migrations named, or plan again"
+    )
 
 
 def check_plan(plan: Plan) -> tuple[Violation, ...]:

@@ -9,7 +9,8 @@ to one parameter is a few operations on that parameter's tensors (`foreach=False
 
 import importlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast, final
 
 import torch
@@ -18,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from teraplan.errors import ConfigError, UnsupportedError
+from teraplan.errors import ConfigError, TeraplanError, UnsupportedError
 from teraplan.library.builder import StepBuilder, Work
 from teraplan.library.costs import Roofline
 from teraplan.library.machines import Machine
 from teraplan.step_trace import StepTrace, TensorKind
 
-Factory = Callable[[], tuple[torch.nn.Module, Sequence[Any]]]
+Factory = Callable[[], tuple[torch.nn.Module, Sequence[Any] | dict[str, Any]]]
 
 
 def load_factory(name: str) -> Factory:
@@ -38,6 +39,8 @@ def load_factory(name: str) -> Factory:
         found: Factory = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f'--model "{name}": {error}; write MODULE:FUNCTION') from error
+    if not callable(found):
+        raise ConfigError(f'--model "{name}": {found!r} is no function; write MODULE:FUNCTION')
     return found
 
 
@@ -45,33 +48,76 @@ def trace_of_module(factory: Factory, machine: Machine) -> StepTrace:
     """The step of the module that `factory` returns with its inputs; its output is summed.
 
     Raises:
-        ConfigError: if the factory returns something else.
-        UnsupportedError: if an operation needs values, which fake tensors do not have.
+        ConfigError: if the factory returns something else, or the speed of the device in a dtype
+            that the model computes in is not known.
+        UnsupportedError: if an operation needs values, which fake tensors do not have, or the
+            factory or the model fails otherwise.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        made = cast("object", factory())
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise ConfigError("the factory must return a module and a tuple of its inputs")
-        module, inputs = made
-        parameters = list(module.parameters())
-        if not parameters:
-            raise ConfigError("the module has no parameters, so there is nothing to train")
+    without_memory: AbstractContextManager[object] = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with without_memory:
+            made = factory()
+    except TeraplanError:
+        raise
+    except Exception:  # noqa: BLE001  such as values that the factory reads, or `module.to(dtype)`
+        without_memory = torch.device("meta")
+        with _telling("the factory cannot run without memory for tensors"), without_memory:
+            made = factory()
+    module, inputs = _checked(made)
+    with without_memory:
         recorder = _Recorder(module, machine)
-        optimizer = torch.optim.AdamW(parameters, foreach=False, fused=False)
-        try:
-            with recorder:
-                recorder.graph = "forward"
-                outputs = [leaf for leaf in tree_leaves(module(*inputs)) if _trains(leaf)]
-                loss = torch.stack([output.float().sum() for output in outputs]).sum()
-                recorder.graph, recorder.backward = "backward", True
-                loss.backward()  # type: ignore[no-untyped-call]
-                recorder.graph, recorder.backward = "optimizer", False
-                recorder.name_gradients()
-                optimizer.step()
-        except RuntimeError as error:
-            raise UnsupportedError(f"the model cannot run on fake tensors: {error}") from error
-    del fake
+        optimizer = torch.optim.AdamW(module.parameters(), foreach=False, fused=False)
+        with _telling("the model cannot run without memory for tensors"), recorder:
+            recorder.graph = "forward"
+            made = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+            outputs = [leaf for leaf in tree_leaves(made) if _trains(leaf)]
+            if not outputs:
+                raise ConfigError(
+                    "no output of the module depends on a parameter that requires a gradient"
+                )
+            loss = torch.stack([_sum(output) for output in outputs]).sum()
+            recorder.graph, recorder.backward = "backward", True
+            loss.backward()  # type: ignore[no-untyped-call]
+            recorder.graph, recorder.backward = "optimizer", False
+            recorder.name_gradients()
+            optimizer.step()
     return recorder.trace(optimizer)
+
+
+def _checked(made: object) -> tuple[torch.nn.Module, Sequence[Any] | dict[str, Any]]:
+    """A factory's result, if it is a module that can be trained and its inputs."""
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+        raise ConfigError("the factory must return a module and a tuple or dict of its inputs")
+    module, inputs = cast("tuple[torch.nn.Module, object]", made)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigError("the module has no parameters to be trained")
+    if isinstance(inputs, torch.Tensor):
+        return module, (inputs,)
+    if not isinstance(inputs, tuple | list | dict):
+        raise ConfigError(
+            f"the factory returns a {type(inputs).__name__} as the module's inputs; return a tuple "
+            "of them, or a dict by their names"
+        )
+    return module, inputs
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Turn whatever fails within this into one UnsupportedError."""
+    try:
+        yield
+    except TeraplanError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _sum(output: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(output) if output.is_complex() else output).float().sum()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _trains(value: object) -> bool:
@@ -87,8 +133,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph = ""
         self.backward = False
         self._machine = machine
-        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
-        self._builder = StepBuilder(Roofline(processor=machine.processor), dtype)
+        self._speeds = machine.processor.flops_per_s
+        self._builder = StepBuilder(Roofline(processor=machine.processor), "float32")
+        self._no_speed = ""
+        """A dtype in which the model computes, and the device has no speed."""
         self._module = module
         self._ids: dict[int, int] = {}
         """Tensor of the trace by the address of the storage's object, while it lives."""
@@ -119,12 +167,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         count = flop_registry.get(func.overloadpacket)
         flops = count(*args, **kwargs, out_val=result) if count is not None else 0
+        dtype = _name_of(made[0].dtype) if flops and made else ""
+        if flops and dtype not in self._speeds:
+            # Not raised here, where C++ may have called, which ends the process then.
+            self._no_speed, flops = dtype, 0
         changed = after | self._mutated(func, args)
         self._builder.site(
             self.graph,
             0,
             sorted(before | after),
-            Work(flops=float(flops)),
+            Work(flops=float(flops), dtype=dtype or None),
             changes=sorted(changed & (before | after)),
             backward=self.backward,
         )
@@ -172,7 +224,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def trace(self, optimizer: torch.optim.Optimizer) -> StepTrace:
-        """The step as recorded."""
+        """The step as recorded.
+
+        Raises:
+            ConfigError: if the speed of the device in a dtype that it computes in is not known.
+        """
+        if self._no_speed:
+            known = ", ".join(sorted(self._speeds))
+            raise ConfigError(
+                f"the model multiplies matrices in {self._no_speed}, and the machine has no speed "
+                f"for that; it has {known}. Give a machine file with one (--hardware)"
+            )
         for name, parameter in self._module.named_parameters():
             for key, value in optimizer.state[parameter].items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:

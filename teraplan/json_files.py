@@ -7,15 +7,16 @@ every refusal says which file and which field, e.g.
     plan.json: migrations[3].tier: "disk" is not one of device, host, storage
 """
 
-import contextlib
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import final
+from typing import BinaryIO, final
 
 from teraplan.errors import FileFormatError
+from teraplan.whole_file import whole_file
 
 MAX_FILE_NBYTES = 1 << 30
 """Larger files are refused unread; a trace of 250 000 sites takes about 40 MB."""
@@ -31,18 +32,31 @@ def write_object(value: dict[str, object], path: Path) -> None:
     The outer object has one key per line and lists of objects one object per line, so that a
     person can read the file and a line-based diff means something. Mode 0600 less the umask.
     """
-    path = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    with whole_file(Path(path), mode=0o600) as part, part.open("w", encoding="utf-8") as file:
+        file.writelines(_lines(value))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The file at `path`, of no more than `MAX_FILE_NBYTES` as far as its size is known.
+
+    Raises:
+        FileFormatError: it is too large, a device or a folder, or cannot be read.
+    """
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.writelines(_lines(value))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(name).unlink()
-        raise
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
+                raise FileFormatError(f"{path}: is a device, not a file")
+            if found.st_size > MAX_FILE_NBYTES:
+                raise FileFormatError(
+                    f"{path}: has {found.st_size} bytes; files over {MAX_FILE_NBYTES} are not read"
+                )
+            yield file
+    except OSError as error:
+        raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def load_object(path: Path, schema: str, versions: Sequence[int]) -> "Node":
@@ -52,16 +66,8 @@ def load_object(path: Path, schema: str, versions: Sequence[int]) -> "Node":
         FileFormatError: unreadable, too large, not JSON, another schema, an unknown version.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes > MAX_FILE_NBYTES:
-                raise FileFormatError(
-                    f"{path}: has {nbytes} bytes; files over {MAX_FILE_NBYTES} are not read"
-                )
-            data = file.read(MAX_FILE_NBYTES + 1)
-    except OSError as error:
-        raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
+    with opened(path) as file:
+        data = file.read(MAX_FILE_NBYTES + 1)
     if len(data) > MAX_FILE_NBYTES:
         raise FileFormatError(f"{path}: has more than {MAX_FILE_NBYTES} bytes")
     root = Node(_parse(data, path), f"{path}: ")

@@ -116,6 +116,18 @@ class Prediction:
         return self.step_ns / self.bound_ns - 1 if self.bound_ns else None
 
 
+UNKNOWN = Prediction(
+    step_ns=0,
+    ideal_ns=0,
+    device_peak_bytes=0,
+    unlimited_peak_bytes=0,
+    managed_peak_bytes=0,
+    host_peak_bytes=0,
+    storage_peak_bytes=0,
+)
+"""Of a plan that nobody has simulated."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A plan for one step, together with the trace and the machine that it was made for."""

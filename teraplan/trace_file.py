@@ -188,17 +188,23 @@ def decode_trace(node: Node) -> StepTrace:
 
 def _require_countable(trace: StepTrace, node: Node) -> None:
     """Raise FileFormatError if the step is longer, or has more bytes, than can be counted with."""
+    why = too_large(trace)
+    if why:
+        raise node.get("sites" if " ns" in why else "tensors").fail(why)
+
+
+def too_large(trace: StepTrace) -> str:
+    """Why a step cannot be counted with; "" if it can."""
     again = [t.recompute for t in trace.tensors if t.recompute is not None]
     duration_ns = trace.duration_ns + sum(r.duration_ns for r in again)
+    if duration_ns > MAX_STEP_NS:
+        return f"durations add up to {duration_ns} ns, at most {MAX_STEP_NS}"
     workspace = max((site.workspace_bytes for site in trace.sites), default=0)
     nbytes = sum(t.nbytes for t in trace.tensors) + sum(r.temporary_bytes for r in again)
-    if duration_ns > MAX_STEP_NS:
-        where = node.get("sites").get("duration_ns")
-        raise where.fail(f"add up to {duration_ns} ns, at most {MAX_STEP_NS}")
     total = trace.state_bytes + workspace + nbytes
     if total > MAX_STEP_BYTES:
-        where = node.get("tensors")
-        raise where.fail(f"add up to {total} bytes with state, at most {MAX_STEP_BYTES}")
+        return f"sizes add up to {total} bytes with state, at most {MAX_STEP_BYTES}"
+    return ""
 
 
 def _with_updates(trace: StepTrace, nodes: Sequence[Node]) -> StepTrace:

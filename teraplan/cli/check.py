@@ -4,8 +4,9 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from teraplan.check_plan import check_plan
+from teraplan.check_plan import broken_rules, check_plan
 from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_plan_or_runs
+from teraplan.planners import as_it_is
 from teraplan.report.check_text import valid_text, violations_text
 
 
@@ -15,7 +16,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     plan, _ = read_plan_or_runs(options.plan)
-    violations = check_plan(plan)
+    found = check_plan(plan)
+    violations = broken_rules(found)
+    outdated = [violation.message for violation in found if not violations]
+    if outdated:
+        plan = as_it_is(plan)
     if options.json:
         peaks = {
             "device": plan.prediction.device_peak_bytes,
@@ -27,10 +32,11 @@ def _run(options: argparse.Namespace) -> int:
                 "valid": not violations,
                 "violations": [asdict(violation) for violation in violations],
                 "verified_peak_bytes": {} if violations else peaks,
+                "outdated": outdated,
             }
         )
     else:
-        emit(violations_text(plan, violations) if violations else valid_text(plan))
+        emit(violations_text(plan, violations) if violations else valid_text(plan, outdated))
     return NO if violations else DONE
 
 
@@ -40,7 +46,8 @@ COMMAND = Command(
     description=(
         "Recomputes everything that a plan promises from its trace and its migrations: order of\n"
         "sites, tensors away only while idle, budgets and peaks of each tier, bytes moved.\n"
-        "Exit code 0 if the plan holds, 1 if not; run it after you edited a plan by hand."
+        "Exit code 0 if the plan holds, 1 if not; run it after you edited a plan by hand. Its\n"
+        "prediction then is of the plan as it was, which is said and does not count."
     ),
     example="teraplan check plan.json",
     add_arguments=_add_arguments,

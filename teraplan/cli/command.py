@@ -4,19 +4,20 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from teraplan.check_plan import require_valid
 from teraplan.errors import FileFormatError
+from teraplan.json_files import opened
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan
+from teraplan.planners import as_it_is
 from teraplan.report.drawing import Drawing, draw_plan, draw_run
 from teraplan.report.table import to_ascii
 from teraplan.run_file import SCHEMA as RUNS_SCHEMA
 from teraplan.run_file import read_runs
 from teraplan.run_record import RunRecord
-from teraplan.simulate import predict, simulate
+from teraplan.simulate import simulate
 
 DONE, NO, BAD_INPUT = 0, 1, 2
 
@@ -69,11 +70,8 @@ def read_plan_or_runs(path: Path) -> tuple[Plan, tuple[RunRecord, ...]]:
 
 def _holds_runs(path: Path) -> bool:
     """Whether the schema of run files is named in the file; reading it strictly decides."""
-    try:
-        with path.open("rb") as file:
-            return any(f'"{RUNS_SCHEMA}"'.encode() in line for line in file)
-    except OSError as error:
-        raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
+    with opened(path) as file:
+        return any(f'"{RUNS_SCHEMA}"'.encode() in line for line in file)
 
 
 def read_drawn(path: Path, step: int | None) -> Drawn:
@@ -87,11 +85,8 @@ def read_drawn(path: Path, step: int | None) -> Drawn:
         FileFormatError: if the file is neither, its plan does not hold, or it lacks the step.
     """
     plan, runs = read_plan_or_runs(path)
-    require_valid(plan)
+    plan = as_it_is(plan)
     simulation = simulate(plan.step, plan.hardware, plan.migrations, plan.host_updates)
-    # A person may have edited the migrations: what is drawn must fit together.
-    prediction = predict(plan.trace, plan.hardware, *plan.choices)
-    plan = replace(plan, prediction=prediction)
     run = _choose(runs, step, path)
     return Drawn(
         plan=plan,

@@ -1,9 +1,11 @@
 """From command line arguments to an exit code."""
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import teraplan
 from teraplan.cli import (
@@ -76,6 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` (`sys.argv` without them) name; returns its exit code."""
+    if sys.stdout is None:  # closed by who started this
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  for the rest of the process
     options = make_parser().parse_args(arguments)
     command: Command = options.command
     try:
@@ -84,11 +88,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TeraplanError as error:
         print(f"teraplan {command.name}: {error}", file=sys.stderr)
         return BAD_INPUT
-    except BrokenPipeError:
-        # The reader (`head`, a pager) has seen enough. Python flushes stdout once more at exit;
-        # without this it would complain there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (`head`, a pager) has seen enough
+        _write_no_more()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"teraplan {command.name}: {error.strerror}: output is lost", file=sys.stderr)
+        _write_no_more()
+        return BAD_INPUT
     except KeyboardInterrupt:
         return _INTERRUPTED
     return code
+
+
+def _write_no_more() -> None:
+    """Python flushes stdout once more at exit, and would complain there."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

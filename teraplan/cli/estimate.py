@@ -12,10 +12,10 @@ from teraplan.cli.planning import (
     add_machine_argument,
     add_workload_arguments,
     asked,
+    library_trace,
     with_links,
 )
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.library.models import trace_of
 from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.plan import Plan
 from teraplan.planners import make_plan
@@ -124,7 +124,7 @@ def _variants(question: Asked) -> Iterator[tuple[str, Asked]]:
         doubled = replace(question.workload, batch=2 * question.workload.batch)
         yield (
             "twice the batch",
-            replace(question, workload=doubled, trace=trace_of(doubled, machine)),
+            replace(question, workload=doubled, trace=library_trace(doubled, machine)),
         )
 
 

@@ -1,13 +1,11 @@
 """Output files, written whole or not at all."""
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from teraplan.errors import ConfigError
+from teraplan.whole_file import whole_file as whole_file_at
 
 
 @contextmanager
@@ -27,25 +25,13 @@ def writing(path: Path) -> Generator[None, None, None]:
 
 @contextmanager
 def whole_file(path: Path) -> Generator[Path, None, None]:
-    """A file beside `path` to write to; it takes the place of `path` when the block ends well.
+    """A file to write to; it takes the place of `path` when the block ends well.
 
     Raises:
         ConfigError: if it cannot be written there.
     """
-    with writing(path):
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    part = Path(name)
-    try:
-        with writing(path):
-            yield part
-            umask = os.umask(0)
-            os.umask(umask)
-            part.chmod(0o666 & ~umask)
-            part.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            part.unlink()
+    with writing(path), whole_file_at(path) as part:
+        yield part
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -1,6 +1,7 @@
 """`teraplan plan`: a plan for a trace."""
 
 import argparse
+import math
 from pathlib import Path
 
 from teraplan.cli.command import DONE, NO, Command, emit, emit_json
@@ -20,7 +21,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="teraplan", help="who plans (default: teraplan)")
     parser.add_argument("--rules", type=Path, metavar="FILE", help="which tensors go where")
     parser.add_argument(
-        "--time-limit", type=float, metavar="S", help="stop searching after so many seconds"
+        "--time-limit", type=_seconds, metavar="S", help="stop searching after so many seconds"
     )
     parser.add_argument(
         "--candidate",
@@ -48,6 +49,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="where the plan goes"
     )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return value
 
 
 def _run(options: argparse.Namespace) -> int:

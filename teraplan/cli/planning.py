@@ -13,7 +13,7 @@ from teraplan.library.machines import DEVICES, Machine
 from teraplan.library.models import MODELS, Workload, trace_of
 from teraplan.memory_curve import device_curve, peak
 from teraplan.step_trace import StepTrace
-from teraplan.trace_file import read_trace
+from teraplan.trace_file import read_trace, too_large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,19 @@ def workload_of(options: argparse.Namespace) -> Workload:
     )
 
 
+def library_trace(workload: Workload, machine: Machine) -> StepTrace:
+    """The step of a workload, if it is none of centuries or zettabytes.
+
+    Raises:
+        ConfigError: it is, or there is no such model.
+    """
+    trace = trace_of(workload, machine)
+    why = too_large(trace)
+    if why:
+        raise ConfigError(f"the step is too large to be counted with: {why}; ask for a smaller one")
+    return trace
+
+
 def asked(options: argparse.Namespace) -> Asked:
     """The step, the machine and the budgets that the arguments name."""
     machine = find_machine(options.hardware)
@@ -89,7 +102,7 @@ def asked(options: argparse.Namespace) -> Asked:
         if options.trace is not None:
             raise ConfigError("give a trace file or --library, not both")
         workload = workload_of(options)
-        trace = trace_of(workload, machine)
+        trace = library_trace(workload, machine)
     elif options.trace is not None:
         trace = read_trace(options.trace)
     else:

@@ -9,10 +9,15 @@ from pathlib import Path
 
 from teraplan.cli.command import DONE, NO, Command, emit, emit_json
 from teraplan.cli.output_file import whole_file, write_whole
-from teraplan.cli.planning import add_workload_arguments, budgets_of, listed, workload_of
+from teraplan.cli.planning import (
+    add_workload_arguments,
+    budgets_of,
+    library_trace,
+    listed,
+    workload_of,
+)
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.library.machines import machine_named
-from teraplan.library.models import trace_of
 from teraplan.plan import Plan
 from teraplan.planners import make_plan
 from teraplan.report.table import aligned
@@ -49,7 +54,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     machine = machine_named(options.hardware)
     if options.library is not None:
-        trace = trace_of(workload_of(options), machine)
+        trace = library_trace(workload_of(options), machine)
     elif options.trace is not None:
         trace = read_trace(options.trace)
     else:
@@ -58,6 +63,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.csv:
         write_whole(options.csv, _csv(cells).encode())
     if options.png:
+        if options.png.suffix != ".png":
+            raise ConfigError(f"{options.png}: the picture is written as .png; change the name")
         with whole_file(options.png) as part:
             _picture(cells, trace.duration_ns, part)
     if options.json:
@@ -73,6 +80,11 @@ def _cells(trace: StepTrace, options: argparse.Namespace) -> list[Cell]:
         ssds = sorted(int(text) for text in listed(options.ssds))
     except ValueError as error:
         raise ConfigError(f"--ssds: {options.ssds!r} is no list of numbers") from error
+    for name in ("ssds", "device_budgets", "host_budgets"):
+        if not listed(getattr(options, name)):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: is empty; give values with commas between"
+            )
     base = machine_named(options.hardware)
     limits = [
         budgets_of(trace, base, text, None, None).device_bytes

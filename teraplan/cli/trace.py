@@ -5,11 +5,15 @@ from pathlib import Path
 
 from teraplan.cli.command import DONE, Command, emit, emit_json
 from teraplan.cli.output_file import writing
-from teraplan.cli.planning import add_machine_argument, add_workload_arguments, workload_of
+from teraplan.cli.planning import (
+    add_machine_argument,
+    add_workload_arguments,
+    library_trace,
+    workload_of,
+)
 from teraplan.errors import ConfigError
 from teraplan.library.machine_file import find_machine
 from teraplan.library.machines import Machine
-from teraplan.library.models import trace_of
 from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.step_trace import StepTrace
 from teraplan.trace_file import write_trace
@@ -57,7 +61,7 @@ def _trace(options: argparse.Namespace, machine: Machine) -> StepTrace:
     if (options.model is None) == (options.library is None):
         raise ConfigError("give either --model MODULE:FACTORY or --library with a model's name")
     if options.library is not None:
-        return trace_of(workload_of(options), machine)
+        return library_trace(workload_of(options), machine)
     from teraplan.fake_trace import load_factory, trace_of_module
 
     return trace_of_module(load_factory(options.model), machine)

@@ -27,12 +27,12 @@ class Roofline:
         """Time of an operation that computes `flops` in `dtype` and reads and writes `nbytes`.
 
         Raises:
-            ConfigError: if the speed of the device in `dtype` is not known.
+            ConfigError: if there are any, and the speed of the device in `dtype` is not known.
         """
         peak = self.processor.flops_per_s.get(dtype)
-        if peak is None:
+        if peak is None and flops:
             known = ", ".join(sorted(self.processor.flops_per_s))
             raise ConfigError(f'no speed for "{dtype}" is given for this device; it has {known}')
-        computing = flops / (peak * self.flops_part)
+        computing = flops / (peak * self.flops_part) if peak is not None else 0.0
         moving = nbytes / (self.processor.memory_bytes_per_s * self.memory_part)
         return max(self.least_ns, round(max(computing, moving) * 1e9))

@@ -9,10 +9,10 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from teraplan.bound import split_bound_ns, step_bound_ns
-from teraplan.check_plan import check_plan, require_valid
-from teraplan.errors import ConfigError
+from teraplan.check_plan import broken_rules, check_plan, invalid, require_valid
+from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.hardware import Budgets, Hardware, Tier
-from teraplan.plan import HostUpdate, Plan, Recomputation
+from teraplan.plan import UNKNOWN, HostUpdate, Plan, Recomputation
 from teraplan.planners.base import Planner, Problem, require_feasible
 from teraplan.planners.baselines import plan_on_demand, plan_statically
 from teraplan.planners.recompute import recomputations, with_recomputed
@@ -25,7 +25,6 @@ from teraplan.recomputed_step import recomputed_step
 from teraplan.relaxation import relaxed_bound_ns
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
-from teraplan.violations import ViolationKind
 
 POLICIES: Mapping[str, Planner] = MappingProxyType(
     {
@@ -103,22 +102,38 @@ def make_plan(
             hardware=hardware,
             trace=trace,
             migrations=migrations,
-            prediction=predict(trace, hardware, migrations, host_updates, recomputed),
+            prediction=UNKNOWN,
             host_updates=host_updates,
             recomputed=recomputed,
         )
+        if policy not in POLICIES:  # only what holds can be simulated, and others may have bugs
+            broken = broken_rules(check_plan(plan))
+            if broken:
+                raise invalid(broken)
+        plan = replace(plan, prediction=predict(trace, hardware, *plan.choices))
         require_valid(plan)
         return plan
 
-    if planner is not plan_by_stalls or rules:
-        plan = plan_step()
-    elif isinstance(recompute, bool):
-        plan = with_recomputed(plan_step(), plan_step) if recompute else plan_step()
-    else:
-        plan = plan_step(recomputations(trace, recompute))
-    for other in candidates if not rules else ():
-        allowed = (recompute or not other.recomputed) and (split or not _splits(other))
-        plan = (_faster(other, plan) if allowed else None) or plan
+    def found() -> Plan:
+        if planner is not plan_by_stalls or rules:
+            return plan_step()
+        if isinstance(recompute, bool):
+            return with_recomputed(plan_step(), plan_step) if recompute else plan_step()
+        return plan_step(recomputations(trace, recompute))
+
+    others = [
+        other
+        for other in (candidates if not rules else ())
+        if (recompute or not other.recomputed) and (split or not _splits(other))
+    ]
+    remade = [_remade(other, kept) for other in others]
+    plans = [plan for plan in remade if plan is not None]
+    try:
+        plans.insert(0, found())
+    except InfeasibleBudgetError:
+        if not plans:
+            raise
+    plan = min(plans, key=lambda plan: plan.prediction.step_ns)
     bound_ns = _bound_ns(problem_of(plan.recomputed), tight_bound)
     return replace(plan, prediction=replace(plan.prediction, bound_ns=bound_ns))
 
@@ -161,28 +176,36 @@ def with_choices_of(plan: Plan, trace: StepTrace, hardware: Hardware) -> Plan | 
     return replace(remade, prediction=replace(remade.prediction, bound_ns=bound_ns))
 
 
+def as_it_is(plan: Plan) -> Plan:
+    """A plan that somebody may have edited, with the prediction of what it says now.
+
+    Raises:
+        InvalidPlanError: it does not hold.
+    """
+    violations = check_plan(plan)
+    broken = broken_rules(violations)
+    if broken:
+        raise invalid(broken)
+    return (with_choices_of(plan, plan.trace, plan.hardware) if violations else None) or plan
+
+
 def _predicted(plan: Plan) -> Plan | None:
     """The plan with a prediction of its own; None if it does not hold.
 
     It may come from a file that somebody has edited, and only what the checker accepts can be
     simulated.
     """
-    if any(violation.kind is not ViolationKind.PREDICTION for violation in check_plan(plan)):
+    if broken_rules(check_plan(plan)):
         return None
     return replace(plan, prediction=predict(plan.trace, plan.hardware, *plan.choices))
 
 
-def _faster(candidate: Plan, plan: Plan) -> Plan | None:
-    """The candidate for the machine and budgets of `plan`; None if it does not hold there.
-
-    None, too, if that is not faster.
-    """
-    if candidate.trace != plan.trace:
+def _remade(candidate: Plan, problem: Problem) -> Plan | None:
+    """The candidate for another machine and budgets; None if it does not hold there."""
+    if candidate.trace != problem.trace:
         return None
-    remade = _predicted(replace(candidate, hardware=plan.hardware, budgets=plan.budgets))
-    if remade is None or remade.prediction.step_ns >= plan.prediction.step_ns:
-        return None
-    return None if check_plan(remade) else remade
+    remade = _predicted(replace(candidate, hardware=problem.hardware, budgets=problem.budgets))
+    return None if remade is None or check_plan(remade) else remade
 
 
 def planner_named(policy: str) -> Planner:
@@ -196,7 +219,13 @@ def planner_named(policy: str) -> Planner:
         return planner
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if policy in others:
-        loaded: Planner = others[policy].load()
+        try:
+            loaded: Planner = others[policy].load()
+        except Exception as error:
+            raise ConfigError(
+                f'policy "{policy}" ({others[policy].value}) cannot be loaded: '
+                f"{type(error).__name__}: {error}"
+            ) from error
         return loaded
     names = sorted({*POLICIES, *others})
     near = difflib.get_close_matches(policy, names, n=1, cutoff=0.0)

@@ -89,7 +89,7 @@ def _that_fit(trace: StepTrace, tensor_ids: Iterable[int], budget_bytes: int) ->
         taken += [(start, trace.tensors[source].nbytes) for source, start in sources.items()]
         for end, nbytes in taken:
             curve[need:end] += nbytes
-        if curve[need : max(end for end, _ in taken)].max() <= budget_bytes:
+        if curve[need : max(end for end, _ in taken)].max(initial=0) <= budget_bytes:
             starts.update((source, min(need, start)) for source, start in sources.items())
             yield tensor_id
             continue

@@ -10,8 +10,11 @@ from teraplan.units import format_nbytes
 from teraplan.violations import Violation
 
 
-def valid_text(plan: Plan) -> str:
-    """That `plan` holds, and the peak of each tier beside its budget."""
+def valid_text(plan: Plan, outdated: Sequence[str] = ()) -> str:
+    """That `plan` holds, and the peak of each tier beside its budget.
+
+    `outdated`: what its file predicts, and is not so any more.
+    """
     budgets, peaks = plan.budgets, plan.prediction
     rows = [
         (
@@ -28,7 +31,11 @@ def valid_text(plan: Plan) -> str:
     ]
     count = len(plan.migrations)
     head = f"The plan holds: {count} migrations over {len(plan.trace.sites)} sites. Verified peaks:"
-    return "\n".join([head, *aligned(rows, "<>><")])
+    lines = [head, *aligned(rows, "<>><")]
+    if outdated:
+        lines.append("The file was edited, and its prediction is of the plan before:")
+        lines += [f"  {message}" for message in outdated]
+    return "\n".join(lines)
 
 
 def violations_text(plan: Plan, violations: Sequence[Violation]) -> str:

@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -11,12 +13,16 @@ from typing import Any
 
 import pytest
 
+from teraplan.check_plan import check_plan
 from teraplan.cli import main
 from teraplan.cli.entry import COMMANDS
 from teraplan.errors import StorageUnusableError
 from teraplan.hardware import Link
+from teraplan.library.machine_file import read_machine
+from teraplan.library.machines import machine_named
 from teraplan.plan import Plan
 from teraplan.plan_file import write_plan
+from teraplan.planners import as_it_is
 from teraplan.run_file import write_runs
 from tests.report.example_plan import DISK, LINK, make_other_plan, make_plan, make_run
 from tests.report.golden import assert_golden
@@ -145,6 +151,30 @@ def test_check_json(files: Files, capsys: Captured) -> None:
     assert (violation["kind"], violation["migration"]) == ("period", 0)
 
 
+def test_an_edited_plan_is_what_it_says_now(files: Files, capsys: Captured) -> None:
+    """What its file predicts is of the plan before, and does not count."""
+    plan = make_plan()
+    budgets = replace(plan.budgets, device_bytes=plan.budgets.device_bytes * 2)
+    edited = replace(plan, budgets=budgets, migrations=plan.migrations[1:])
+    path = files.out / "edited.json"
+    write_plan(edited, path)
+    assert main(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("The plan holds: 12 migrations")
+    assert "was edited, and its prediction is of the plan before:\n  device_peak_bytes is" in said
+    assert main(["check", str(path), "--json"]) == 0
+    facts = loaded(capsys)
+    assert facts["valid"]
+    assert facts["outdated"]
+    assert facts["verified_peak_bytes"]["device"] > plan.prediction.device_peak_bytes
+    assert main(["plot", str(path), "-o", str(files.out / "edited.png")]) == 0
+    assert main(["timeline", str(path), "-o", str(files.out / "edited.json.gz")]) == 0
+    again = as_it_is(edited)
+    assert again.migrations == edited.migrations
+    assert not check_plan(again)
+    assert as_it_is(again) is again
+
+
 @pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
 def test_timeline(files: Files, name: str, capsys: Captured) -> None:
     path = files.out / name
@@ -222,6 +252,31 @@ def test_bad_files_are_2(arguments: list[str], tmp_path: Path, capsys: Captured)
         assert_one_line(capsys, message)
 
 
+@pytest.mark.parametrize("command", ["check", "show", "simulate"])
+def test_devices_are_not_read(command: str, files: Files, capsys: Captured) -> None:
+    arguments = [files.plan] if command == "simulate" else []
+    assert main([command, *arguments, "/dev/zero"]) == 2
+    assert_one_line(capsys, "" if arguments else "/dev/zero: is a device, not a file")
+
+
+def test_links_and_pipes_stay_what_they_are(files: Files) -> None:
+    link, pipe = files.out / "link.json", files.out / "pipe"
+    target = files.out / "target.json"
+    target.write_text("{}")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    assert main(["hardware", "h200", "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert read_machine(target) == machine_named("h200")
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    assert main(["hardware", "h200", "-o", str(pipe)]) == 0
+    reader.join(20)
+    assert read == [target.read_bytes()]
+    assert pipe.is_fifo()
+
+
 @pytest.mark.parametrize(("command", "name"), [("timeline", "out.txt"), ("plot", "out.jpg")])
 def test_unknown_output_formats_are_2(
     files: Files, command: str, name: str, capsys: Captured
@@ -243,7 +298,7 @@ def test_a_plan_that_does_not_hold_is_not_drawn(
     files: Files, command: str, name: str, capsys: Captured
 ) -> None:
     assert main([command, files.broken, "-o", str(files.out / name)]) == 2
-    assert "the plan breaks 1 rules" in capsys.readouterr().err
+    assert "the plan breaks 1 rule:" in capsys.readouterr().err
     assert not (files.out / name).exists()
 
 
@@ -360,3 +415,18 @@ def test_a_closed_pipe_is_no_error(files: Files) -> None:
     done = python("-c", code, PYTHONIOENCODING="utf-8")
     assert done.returncode == 0
     assert done.stderr == b""
+
+
+def test_nobody_listens(files: Files) -> None:
+    """Standard output is closed, or its disk is full."""
+    closed = f"import os, sys; os.close(1); sys.stdout = None; {_main_of(files)}"
+    done = python("-c", closed)
+    assert (done.returncode, done.stderr) == (0, b"")
+    full = f"import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {_main_of(files)}"
+    done = python("-c", full)
+    assert done.returncode == 2
+    assert done.stderr == b"teraplan check: No space left on device: output is lost\n"
+
+
+def _main_of(files: Files) -> str:
+    return f"import teraplan.cli as c; sys.exit(c.main(['check', {files.plan!r}]))"

@@ -258,6 +258,80 @@ def test_a_module_of_the_user_on_fake_tensors(tmp_path: Path, capsys: Captured) 
     assert trace.duration_ns > 0
 
 
+def traced(name: str, path: Path) -> int:
+    arguments = ["trace", "--model", f"tests.cli.own_model:{name}", "--hardware", "h100-nvl:ssd=1"]
+    return main([*arguments, "-o", str(path)])
+
+
+def test_each_operation_is_as_fast_as_its_own_dtype(tmp_path: Path) -> None:
+    """Parameters were converted after they had been made, too."""
+    assert traced("converted", tmp_path / "half.json") == 0
+    assert traced("single", tmp_path / "single.json") == 0
+    half, single = (read_trace(tmp_path / name) for name in ("half.json", "single.json"))
+    assert half.duration_ns * 3 < single.duration_ns
+
+
+def test_a_factory_may_look_at_what_it_makes(tmp_path: Path) -> None:
+    assert traced("looks_at_values", tmp_path / "t.json") == 0
+    names = {tensor.name for tensor in read_trace(tmp_path / "t.json").tensors}
+    assert {"weight", "bias", "weight.grad"} <= names
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("double", "multiplies matrices in float64, and the machine has no speed for that"),
+        ("data_dependent", "the model cannot run without memory for tensors: DataDependent"),
+        ("fails", "the factory cannot run without memory for tensors: KeyError: 'a bug"),
+        ("no_module", "the factory must return a module and a tuple or dict of its inputs"),
+        ("no_gradient", "no output of the module depends on a parameter"),
+        ("no_function", "3 is no function; write MODULE:FUNCTION"),
+        ("absent", "write MODULE:FUNCTION"),
+    ],
+)
+def test_what_cannot_be_traced_says_why(
+    name: str, message: str, tmp_path: Path, capsys: Captured
+) -> None:
+    assert traced(name, tmp_path / "t.json") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["trace", "-o", "t.json"],
+        ["estimate"],
+        ["sweep"],
+    ],
+)
+def test_steps_too_large_to_be_counted_are_2(arguments: list[str], capsys: Captured) -> None:
+    large = ["--library", "vit-g", "--batch", "100000000000000", "--hardware", "h200"]
+    assert main([arguments[0], *large, *arguments[1:]]) == 2
+    assert "too large to be counted with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device-budgets", ","], "--device-budgets: is empty"),
+        (["--png", "x.txt"], "x.txt: the picture is written as .png"),
+    ],
+)
+def test_wrong_sweeps_are_2(arguments: list[str], message: str, capsys: Captured) -> None:
+    assert main(["sweep", *UNET, "--hardware", "h200", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["nan", "-1", "0", "soon"])
+def test_time_limits_are_seconds(trace: str, limit: str, capsys: Captured) -> None:
+    arguments = ["plan", trace, "--hardware", "h200", "--time-limit", limit, "-o", "x.json"]
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "--time-limit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "estimate", "sweep"])
 def test_a_step_with_nothing_in_it(command: str, tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "trace.json"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import teraplan
 from teraplan import backend
+from teraplan.errors import StorageError
 from teraplan.hardware import Tier
 from teraplan.runtime.state.swapped_memory import SwappedMemory
 from teraplan.step_trace import TensorKind
@@ -180,7 +181,7 @@ def test_a_write_that_fails_loses_nothing() -> None:
                     loss = net(*net.batch(step))
                     torch.autograd.backward(loss)
                     optimizer.step()
-                except teraplan.errors.StorageError:
+                except StorageError:
                     saved.append(all(t.isfinite().all() for t in shown(optimizer)))
                     return
             optimizer.zero_grad()

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from teraplan import planners
 from teraplan.check_plan import check_plan
-from teraplan.errors import ConfigError, InfeasibleBudgetError
+from teraplan.errors import ConfigError, InfeasibleBudgetError, InvalidPlanError
 from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.library.machines import GB, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
 from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import Plan
+from teraplan.plan import Migration, Plan
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem, require_feasible
 from teraplan.planners.coarse import coarsen
@@ -47,6 +47,39 @@ def test_a_policy_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.migrations == make_plan(trace, machine(), plan.budgets).migrations
     with pytest.raises(ConfigError, match='did you mean "mine"'):
         make_plan(trace, machine(), plan.budgets, "mines")
+
+
+def never(problem: Problem) -> tuple[Migration, ...]:
+    raise InfeasibleBudgetError("no plan was found", least_budget_bytes=0)
+
+
+def of_a_tensor_that_there_is_not(problem: Problem) -> tuple[Migration, ...]:
+    number = len(problem.trace.tensors)
+    return (Migration(tensor_id=number, leave=1, gone=1, back=3, needed=3, tier=Tier.STORAGE),)
+
+
+def test_what_others_plan_is_checked_before_it_is_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = {"wrong": f"{__name__}:of_a_tensor_that_there_is_not", "gone": "no.such:place"}
+    points = [EntryPoint(name, place, "teraplan.policies") for name, place in places.items()]
+    monkeypatch.setattr(planners, "entry_points", lambda group: EntryPoints(points))
+    trace = gpt_trace(2)
+    limit = budgets(between(trace, 0.4))
+    with pytest.raises(InvalidPlanError, match="1 rule:\n  tensor: migration 0: tensor"):
+        make_plan(trace, machine(), limit, "wrong")
+    with pytest.raises(ConfigError, match=r'policy "gone" \(no.such:place\) cannot be loaded: Mod'):
+        make_plan(trace, machine(), limit, "gone")
+
+
+def test_a_candidate_is_taken_where_nothing_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = gpt_trace(2)
+    limit = budgets(between(trace, 0.4))
+    before = make_plan(trace, machine(), limit)
+    monkeypatch.setattr(planners, "POLICIES", {"never": never})
+    assert make_plan(trace, machine(), limit, "never", candidates=[before]) == before
+    with pytest.raises(InfeasibleBudgetError, match="no plan was found"):
+        make_plan(trace, machine(), budgets(between(trace, 0.2)), "never", candidates=[before])
 
 
 @pytest.mark.parametrize("policy", ["teraplan", "teraio", "g10", "lru", "belady", "zero-infinity"])

@@ -141,6 +141,15 @@ def test_one_that_needs_too_much_does_not_hide_the_others() -> None:
     assert plan.prediction.step_ns < kept.prediction.step_ns
 
 
+def test_one_that_is_needed_at_the_very_end_takes_nothing() -> None:
+    trace = with_recipes()
+    tensor, end = trace.tensors[GELU], len(trace.sites)
+    recipe = Recompute(duration_ns=1, sources=())
+    late = replace(tensor, windows=(tensor.windows[0], (end, end)), recompute=recipe)
+    tensors = (*trace.tensors[:GELU], late, *trace.tensors[GELU + 1 :])
+    assert list(_that_fit(replace(trace, tensors=tensors), [GELU], 0)) == [GELU]
+
+
 def test_a_source_that_is_done_with_too_early_is_none() -> None:
     trace = with_recipes()
     need = trace.tensors[GELU].windows[1][0]

@@ -1,13 +1,17 @@
 """How fast computation and links are, told by the steps of a plan alone."""
 
+from pathlib import Path
+
 import pytest
 
+from teraplan.errors import StorageUnusableError
 from teraplan.hardware import Hardware
 from teraplan.memory_curve import device_curve, peak
 from teraplan.plan import Plan
 from teraplan.planners import make_plan, with_choices_of
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
 from teraplan.runtime.calibration import Calibration, calibrated, with_durations
+from teraplan.runtime.links import storage_link
 from teraplan.simulate import simulate
 from tests.planning.synthetic import budgets, gpt_trace, machine
 
@@ -116,3 +120,11 @@ def test_at_a_limit_of_speed_the_search_ends(plan: Plan) -> None:
         assert found is not None
         assert 1 / 16 <= found.link_speed <= 16
     assert learned(plan, runs_of(plan, plan.hardware, 1.0), Calibration()) is None
+
+
+def test_what_is_no_directory_is_not_measured(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, tmp_path / "absent"):
+        with pytest.raises(StorageUnusableError, match="is no directory; name one that exists"):
+            storage_link([path])

@@ -1,0 +1,40 @@
+"""Files that are written whole or not at all."""
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
+    """A file to write to; it takes the place of `path` when the block ends well.
+
+    A link stays one, and what it names is replaced. What is no file, such as a pipe or a device,
+    stays what it is: there what was written is written once more.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
+    target = Path(os.path.realpath(path))
+    special = target.exists() and not stat.S_ISREG(target.stat().st_mode)
+    directory = None if special else target.parent
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=directory)
+    os.close(handle)
+    part = Path(name)
+    try:
+        yield part
+        if special:
+            with target.open("wb") as file:
+                file.write(part.read_bytes())
+            return
+        umask = os.umask(0)
+        os.umask(umask)
+        part.chmod(mode & ~umask)
+        part.replace(target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            part.unlink()
