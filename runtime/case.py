@@ -16,6 +16,9 @@ from teraplan.step_trace import Recompute, StepTrace
 log = logging.getLogger(__name__)
 
 _KEPT_RUNS = 64
+_MAX_ODD = 3
+"""Measured steps in a row with a forward that no backward follows which are not taken for the usual
+ones, if memory is too little for them."""
 _MAX_ATTEMPTS = 4
 """Measurements of unequal steps before a kind of step counts as one that never repeats."""
 
@@ -68,6 +71,8 @@ class Case:
     gave_back: bool = False
     """Too much had been held back."""
     attempts: int = 0
+    num_odd: int = 0
+    """Of the latest measured steps, those that were taken for odd ones."""
     runs: list[RunRecord] = field(default_factory=list[RunRecord])
     """The last ones under one schedule."""
     num_runs: int = 0
@@ -124,10 +129,28 @@ class Case:
             self.durations_ns.append(recorder.durations_ns())
         else:
             self.attempts += 1
-            self.memory = None
-            self.durations_ns.clear()
-            self.recomputes.clear()
+            self._forget_measurements()
         self.last = recorder
+        if not recorder.has_forwards_alone:
+            self.num_odd = 0
+
+    def was_odd(self) -> bool:
+        """True if the step that was measured may be unlike others, which is forgotten then.
+
+        So is one in which a loss that is not finite has been passed over: two forwards, of which
+        the first keeps all it has saved.
+        """
+        odd = self.last is not None and self.last.has_forwards_alone
+        if not odd or self.num_odd >= _MAX_ODD or self.schedule is not None:
+            return False
+        self.num_odd += 1
+        self._forget_measurements()
+        return True
+
+    def _forget_measurements(self) -> None:
+        self.memory = None
+        self.durations_ns.clear()
+        self.recomputes.clear()
 
     def add_run(self, run: RunRecord) -> None:
         """Take in a finished step under the schedule in force."""

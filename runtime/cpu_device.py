@@ -14,7 +14,7 @@ import torch
 
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import TransferRecord
-from teraplan.runtime import census, cpu_pool, fallbacks, process_memory
+from teraplan.runtime import census, cpu_pool, fallbacks, proc_file, process_memory
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Arrival, Beside, Copy, Device
 from teraplan.runtime.malloc import Malloc
 from teraplan.runtime.pages import use_huge_pages, use_small_pages
@@ -110,6 +110,7 @@ class CpuDevice(Device):
 
     def __init__(self, *, storage: Storage, host_bytes: int, strict: bool = False) -> None:
         self.name = f"cpu {platform.machine()}"
+        proc_file.open_all()
         _alive.add(self)
         self.host_pool = PinnedPool(host_bytes, pin=None)
         host = None

@@ -89,6 +89,11 @@ class Engine:
         return not self._waiting
 
     @property
+    def waiting_calls(self) -> set[int]:
+        """Numbers of the forwards that wait for their backward."""
+        return {self._views[key].call for key in self._waiting}
+
+    @property
     def in_backward(self) -> bool:
         """True if the graph that was entered last is a backward."""
         return self.graph[2]

@@ -129,7 +129,7 @@ class HostTier:
 
     def take(self, landing: Landing) -> torch.Tensor:
         """The memory, for use on the current stream, which waits for the copy."""
-        memory, landing.memory = landing.memory, None
+        memory = landing.memory
         assert memory is not None, f"{landing.label} has been handed over"
         assert landing.arrived is not None, "set when the copy was queued"
         stream = self._cuda.current_stream()
@@ -137,6 +137,7 @@ class HostTier:
         if stream != landing.home:
             self._log.order(landing.label, landing.home, (landing.arrived,))
             self._cuda.used_by(memory, stream)
+        landing.memory = None
         return memory
 
     def drop(self, copy: InHost) -> None:

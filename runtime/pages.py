@@ -17,10 +17,13 @@ Python code can see that, but a thread which computes on the tensor with the GIL
 """
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterable
-from pathlib import Path
+
+from teraplan.errors import MappingError
+from teraplan.runtime.proc_file import ProcFile
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20
@@ -31,7 +34,7 @@ _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
 _MAY_MOVE, _MOVE_FIXED, _DONT_UNMAP = 1, 2, 4
 _COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
-_PAGEMAP = Path("/proc/self/pagemap")
+_pagemap = ProcFile("/proc/self/pagemap")
 _PRESENT_OR_SWAPPED = 0xC0
 """Of the last byte of a page's entry in /proc/self/pagemap."""
 
@@ -58,7 +61,7 @@ def take(nbytes: int) -> int:
     From 2 MiB on it is aligned for huge pages, and asks for them.
 
     Raises:
-        OSError: the system has no memory or no room for another mapping.
+        MappingError: the system has no memory or no room for another mapping.
     """
     if nbytes < HUGE_PAGE_BYTES:
         return _map(None, nbytes, _ANONYMOUS, -1, 0)
@@ -72,14 +75,16 @@ def take(nbytes: int) -> int:
 
 
 def release(address: int, nbytes: int) -> None:
-    """Unmap whatever is there.
+    """Unmap whatever is there; where the process has too many mappings, keep its addresses alone.
 
     Raises:
-        OSError: the range is not one of whole pages, or it is a part of a mapping and the process
-            has too many of them.
+        MappingError: the range is not one of whole pages.
     """
-    if _libc.munmap(address, nbytes):
+    if not _libc.munmap(address, nbytes):
+        return
+    if ctypes.get_errno() != errno.ENOMEM:
         raise _error(f"unmapping {nbytes} bytes")
+    _libc.madvise(address, nbytes, mmap.MADV_DONTNEED)  # cut out of a mapping: one too many
 
 
 def move(source: int, target: int, nbytes: int, *, keep_source: bool = True) -> None:
@@ -89,8 +94,8 @@ def move(source: int, target: int, nbytes: int, *, keep_source: bool = True) -> 
     come to lie there.)
 
     Raises:
-        OSError: there is no room for another mapping, or `source` is not one; then nothing may be
-            mapped at `target`.
+        MappingError: there is no room for another mapping, or `source` is not one; then nothing may
+            be mapped at `target`.
     """
     flags = _MAY_MOVE | _MOVE_FIXED | (_DONT_UNMAP if keep_source else 0)
     if _libc.mremap(source, nbytes, nbytes, flags, target) == _FAILED:
@@ -161,8 +166,7 @@ def touched_bytes(address: int, nbytes: int) -> int:
 
     The kernel may take such pages away under memory pressure without a trace.
     """
-    with _PAGEMAP.open("rb", buffering=0) as file:
-        entries = os.pread(file.fileno(), nbytes // PAGE_BYTES * 8, address // PAGE_BYTES * 8)
+    entries = _pagemap.read(nbytes // PAGE_BYTES * 8, address // PAGE_BYTES * 8)
     return entries[7::8].translate(_IS_THERE).count(1) * PAGE_BYTES
 
 
@@ -176,6 +180,11 @@ def _map(address: int | None, nbytes: int, flags: int, fd: int, offset: int) -> 
     return int(result)
 
 
-def _error(what: str) -> OSError:
+def _error(what: str) -> MappingError:
     number = ctypes.get_errno()
-    return OSError(number, f"{what}: {os.strerror(number)}")
+    hint = ""
+    if number == errno.ENOMEM:
+        hint = (
+            "; the process may have too many mappings: raise vm.max_map_count (sysctl), or memory"
+        )
+    return MappingError(number, f"{what}: {os.strerror(number)}{hint}")

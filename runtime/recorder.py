@@ -47,6 +47,23 @@ class TensorInfo:
     layer: str
 
 
+@dataclass(slots=True)
+class _Visit:
+    """One site, as far as the engine is through with it."""
+
+    key: SiteKey
+    arrived: object
+    left: object
+    waited_ns: tuple[int, int]
+    """Waited for training state until it was reached, and until it was left."""
+    managed_bytes: int
+    """Of saved activations that are resident after it."""
+    state_bytes: int
+    """The same of training state that moves."""
+    peak_bytes: int
+    """Before it, if memory is measured."""
+
+
 class StepRecorder:
     """The sites of one step in the order in which they ran."""
 
@@ -58,17 +75,7 @@ class StepRecorder:
             device.measure_exactly()
             device.take_peak()
         self._base_bytes = device.resident_bytes()
-        self._keys: list[SiteKey] = []
-        self._arrived: list[object] = []
-        self._left: list[object] = []
-        self._waited: list[tuple[int, int]] = []
-        """Time waited for training state until each site was reached, and until it was left."""
-        self._managed: list[int] = []
-        """Bytes of saved activations resident after each site."""
-        self._state_bytes: list[int] = []
-        """The same of training state that moves."""
-        self._peaks: list[int] = []
-        """Before each site, if memory is measured."""
+        self._visits: list[_Visit] = []
         self.tensors: list[TensorInfo] = []
         self._given_up: dict[int, int] = {}
         """By tensor: the number of sites when the last one that could ask for it had gone."""
@@ -84,7 +91,18 @@ class StepRecorder:
     @property
     def num_sites(self) -> int:
         """Sites so far."""
-        return len(self._keys)
+        return len(self._visits)
+
+    @property
+    def calls_gone_back(self) -> set[int]:
+        """Numbers of the calls whose backward has begun."""
+        return {visit.key[2] for visit in self._visits if visit.key[3]}
+
+    @property
+    def has_forwards_alone(self) -> bool:
+        """True if a forward has saved what no backward of the step has asked for."""
+        saving = {visit.key[2] for visit in self._visits if visit.key[0] is SiteKind.SAVE}
+        return not saving <= self.calls_gone_back
 
     @property
     def process_overhead_bytes(self) -> int:
@@ -94,15 +112,18 @@ class StepRecorder:
     def arrive(self, key: SiteKey) -> None:
         """A site is reached."""
         mark = self._device.mark()
-        self._keys.append(key)
-        self._arrived.append(mark)
-        self._left.append(mark)  # and so it stays if what follows fails
         waited_ns = self._device.waited_beside_ns()
-        self._waited.append((waited_ns, waited_ns))
-        self._managed.append(self._managed[-1] if self._managed else 0)
-        self._state_bytes.append(self._state_bytes[-1] if self._state_bytes else 0)
-        if self.measure_memory:
-            self._peaks.append(self._take_peak())
+        before = self._visits[-1] if self._visits else None
+        visit = _Visit(
+            key=key,
+            arrived=mark,
+            left=mark,  # and so it stays if what follows fails
+            waited_ns=(waited_ns, waited_ns),
+            managed_bytes=before.managed_bytes if before is not None else 0,
+            state_bytes=before.state_bytes if before is not None else 0,
+            peak_bytes=self._take_peak() if self.measure_memory else 0,
+        )
+        self._visits.append(visit)  # an interrupt comes before or after it
 
     def leave(self, managed_bytes: int, state_bytes: int = 0) -> None:
         """The engine is through with the site.
@@ -111,11 +132,12 @@ class StepRecorder:
             managed_bytes: of saved activations that are resident from here on.
             state_bytes: of training state that moves.
         """
-        self._managed[-1], self._state_bytes[-1] = managed_bytes, state_bytes
+        visit = self._visits[-1]
+        visit.managed_bytes, visit.state_bytes = managed_bytes, state_bytes
         if self.measure_memory:
             self._device.take_peak()
-        self._waited[-1] = self._waited[-1][0], self._device.waited_beside_ns()
-        self._left[-1] = self._device.mark()
+        visit.waited_ns = visit.waited_ns[0], self._device.waited_beside_ns()
+        visit.left = self._device.mark()
 
     def add_tensor(self, saved: Saved, shape: tuple[int, ...], dtype: str, layer: str) -> None:
         """A storage is saved for the first time in this step; numbered in order."""
@@ -160,29 +182,30 @@ class StepRecorder:
 
     def signature(self) -> Signature:
         """What must be equal in two steps for their measurements to be of the same thing."""
-        return (*self._keys, *self.state.signature())
+        return (*(visit.key for visit in self._visits), *self.state.signature())
 
     def durations_ns(self) -> tuple[int, ...]:
         """Computation in each interval."""
-        ends = [*self._arrived[1:], self._end_mark]
-        ended = [*(arrived for arrived, _ in self._waited[1:]), self._waited_at_end]
-        waits = [end - left for (_, left), end in zip(self._waited, ended, strict=True)]
+        visits = self._visits
+        ends = [*((v.arrived, v.waited_ns[0]) for v in visits[1:])]
+        ends.append((self._end_mark, self._waited_at_end))
         return tuple(
-            max(0, self._device.elapsed_ns(left, end) - waited_ns)
-            for left, end, waited_ns in zip(self._left, ends, waits, strict=True)
+            max(0, self._device.elapsed_ns(v.left, end) - (waited_ns - v.waited_ns[1]))
+            for v, (end, waited_ns) in zip(visits, ends, strict=True)
         )
 
     def workspaces_bytes(self) -> tuple[int, ...]:
         """Peak of each interval beside state and managed tensors; only if memory was measured."""
-        peaks = [*self._peaks[1:], self._peak_at_end]
+        peaks = [*(visit.peak_bytes for visit in self._visits[1:]), self._peak_at_end]
         return tuple(
-            max(0, peak - self._base_bytes - managed)
-            for managed, peak in zip(self._managed, peaks, strict=True)
+            max(0, peak - self._base_bytes - visit.managed_bytes)
+            for visit, peak in zip(self._visits, peaks, strict=True)
         )
 
     def site_starts_ns(self) -> tuple[int, ...]:
         """When each site was reached, from the start of the step."""
-        return tuple(self._device.elapsed_ns(self.start_mark, mark) for mark in self._arrived)
+        start = self.start_mark
+        return tuple(self._device.elapsed_ns(start, visit.arrived) for visit in self._visits)
 
     def total_ns(self) -> int:
         """Length of the step, waits included."""
@@ -190,7 +213,7 @@ class StepRecorder:
 
     def managed_bytes(self) -> tuple[int, ...]:
         """Bytes of tensors that can move resident after each site."""
-        return tuple(map(sum, zip(self._managed, self._state_bytes, strict=True)))
+        return tuple(visit.managed_bytes + visit.state_bytes for visit in self._visits)
 
     def trace(
         self,
@@ -210,9 +233,10 @@ class StepRecorder:
                     zip(self.tensors, self._windows(), strict=True)
                 )
             ),
-            *self.state.tensors(len(self._keys)),
+            *self.state.tensors(self.num_sites),
         )
-        graphs = dict.fromkeys(graph for _, graph, *_ in self._keys if graph != UPDATE)
+        keys = [visit.key for visit in self._visits]
+        graphs = dict.fromkeys(graph for _, graph, *_ in keys if graph != UPDATE)
         sizes = ",".join(f"{t.name}:{t.nbytes}" for t in tensors)
         return StepTrace(
             fingerprint=Fingerprint(
@@ -236,7 +260,7 @@ class StepRecorder:
                     workspace_bytes=workspace,
                 )
                 for (kind, graph, call, backward, tensor), duration, workspace in zip(
-                    self._keys, durations_ns, workspaces_bytes, strict=True
+                    keys, durations_ns, workspaces_bytes, strict=True
                 )
             ),
             tensors=tensors,
@@ -245,7 +269,8 @@ class StepRecorder:
     def _windows(self) -> Iterator[tuple[tuple[int, int], ...]]:
         """When each tensor has to be on the device, in sites."""
         sites: list[dict[SiteKind, list[int]]] = [{} for _ in self.tensors]
-        for site, (kind, *_, tensor) in enumerate(self._keys):
+        for site, visit in enumerate(self._visits):
+            kind, *_, tensor = visit.key
             if tensor is not None and tensor >= 0:
                 sites[tensor].setdefault(kind, []).append(site)
         for number, of_tensor in enumerate(sites):
@@ -256,7 +281,7 @@ class StepRecorder:
             if needs and len(needs) == len(dones):
                 yield (first, last), (needs[0], dones[-1])
             else:  # a checkpoint computes it again, or no backward asks for it any more
-                yield ((first, max(last, self._given_up.get(number, len(self._keys)))),)
+                yield ((first, max(last, self._given_up.get(number, self.num_sites))),)
 
     @staticmethod
     def _tensor(

@@ -313,7 +313,12 @@ class Session:
         """Follow a plan if the case has been measured and has none."""
         if case.schedule is not None or self._compiles != self._compiles_seen:
             return
-        plan = self.plans.plan(case)
+        try:
+            plan = self.plans.plan(case)
+        except InfeasibleBudgetError:
+            if not case.was_odd():
+                raise
+            return
         if plan is not None:
             self._follow(case, plan)
             self.device.run_fast()  # with no free memory left over

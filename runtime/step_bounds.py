@@ -14,6 +14,8 @@ from teraplan.runtime.engine import Engine
 _MAX_EVENTS = 1_000_000
 _MAX_MERGED_STEPS = 3
 """So often an optimizer may step while a forward waits for a backward that may never come."""
+_MOST_IN_VAIN = 2
+"""So often a step goes on for a forward that turns out to have waited for none."""
 
 
 class StepBounds:
@@ -26,6 +28,10 @@ class StepBounds:
         self._optimizer_steps = 0
         self._backward = -1
         """Autograd's number of the one in which the last forward ran; -1: in none."""
+        self._waiting = frozenset[int]()
+        """Numbers of forwards that waited when one began after an optimizer had stepped."""
+        self._num_in_vain = 0
+        """Such waits in a row that no backward has ended."""
         self._thread = 0
         """Identity of the one whose step it is."""
 
@@ -51,11 +57,31 @@ class StepBounds:
             return False
         if self._backward < 0:  # else it may be a thread of autograd's
             self._require_own_step()
+        self._look_at_waits()
         if not engine.idle:  # a user who keeps a loss with its graph must not stop all steps
-            return self._optimizer_steps > _MAX_MERGED_STEPS
+            return self._optimizer_steps > self._most_merged_steps()
         if self._optimizer_steps > 0 or engine.recorder.num_sites > _MAX_EVENTS:
             return True
         return (not self.optimizer_known or engine.finished_plan) and engine.in_backward
+
+    def _most_merged_steps(self) -> int:
+        """How often an optimizer may step while a forward waits: the other half of a GAN, or a loss
+        of the step before that is still somebody's."""
+        if self._num_in_vain >= _MOST_IN_VAIN:
+            return 0
+        if self._optimizer_steps > 0 and not self._waiting:
+            self._waiting = frozenset(self._engine.waiting_calls)
+        return _MAX_MERGED_STEPS
+
+    def _look_at_waits(self) -> None:
+        """Learn what became of those that waited."""
+        engine = self._engine
+        if not self._waiting or self._waiting & engine.waiting_calls:
+            return
+        assert engine.recorder is not None
+        went_back = engine.recorder.calls_gone_back & self._waiting
+        self._num_in_vain = 0 if went_back else self._num_in_vain + 1
+        self._waiting = frozenset()
 
     def _require_own_step(self) -> None:
         here = threading.get_ident()
@@ -75,3 +101,4 @@ class StepBounds:
     def begin(self) -> None:
         """A step begins."""
         self._optimizer_steps = 0
+        self._waiting = frozenset()

@@ -72,6 +72,10 @@ class StorageUnusableError(StorageError):
     """A storage directory is missing, not writable, or not on a disk."""
 
 
+class MappingError(StorageError):
+    """The system refuses another mapping of memory, or an open file for it."""
+
+
 class IntegrityError(StorageError):
     """The bytes that came back from storage are not the bytes that left."""
 

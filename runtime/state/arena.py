@@ -8,23 +8,26 @@ and its tensors show what is there. At no time do blocks and waiting memory take
 get from one place to another is the device's matter (`BlockMemory`); when, is decided here.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 
 from teraplan.errors import StorageFullError
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.block_memory import BlockMemory
+from teraplan.runtime.state.block_moves import BlockMoves
 from teraplan.runtime.state.movable import is_movable
 from teraplan.runtime.state.timeline import NEVER, Timeline
+from teraplan.runtime.whole import whole
 
 
-class StateArena:
+class StateArena(BlockMoves):
     """Blocks in memory and below it. One thread at a time, but for tensors that end."""
 
     def __init__(self, memory: BlockMemory, limit_bytes: int) -> None:
-        self.memory = memory
+        super().__init__(memory)
         memory.limit_bytes = limit_bytes
         self.blocks, self.log = memory.blocks, memory.log
         self.sizes: dict[Key, int] = {}
@@ -37,14 +40,8 @@ class StateArena:
         self.why_stayed = ""
         """Why a block that was to leave stayed, the last time that one did."""
         self._lock = memory.lock
-        self._away: dict[Key, Block] = {}
         self._alive: Counter[Key] = Counter()
-        self._in_memory: OrderedDict[Block, None] = OrderedDict()
-        """Least recently used first."""
-        self._coming: dict[Block, None] = {}
-        self._leaving: deque[Block] = deque()
         self._emptied: deque[Block] = deque()
-        self._epoch = 0
 
     # -- blocks ----------------------------------------------------------------------------------
 
@@ -143,7 +140,6 @@ class StateArena:
         with self._lock:
             self._settle()
             block.position = self.timeline.note(block.key)
-            block.uses += 1
             block.leaving = False
             if block.place is not Place.MEMORY:
                 self._bring(block)
@@ -153,6 +149,7 @@ class StateArena:
             if may_write:
                 self.memory.changes(block)
             self._in_memory.move_to_end(block)
+            block.uses += 1
 
     def bring_all(self, blocks: Iterable[Block]) -> None:
         """Start bringing back those that are away: all of `blocks` are about to be used at once."""
@@ -178,6 +175,12 @@ class StateArena:
                 self._start_leaving(block)
             self._settle()
 
+    def end_uses(self) -> None:
+        """No use goes on."""
+        with self._lock:
+            for block in self.blocks:
+                block.uses = 0
+
     def prefetch(self) -> None:
         """Start bringing back what is used next, as far as there is room."""
         with self._lock:
@@ -192,7 +195,8 @@ class StateArena:
                         room -= self.sizes.get(key, 0)
                     continue
                 room -= block.nbytes
-                if room >= 0 and self.memory.may_come_beside_user_code(block):
+                may_come = self.memory.may_come_beside_user_code(block)
+                if room >= 0 and may_come and block.place is Place.AWAY:
                     self._start_back(block)
 
     # -- what a plan asks for --------------------------------------------------------------------
@@ -243,23 +247,7 @@ class StateArena:
                 if not self.memory.may_come_beside_user_code(block):
                     self._bring(block)
 
-    # -- going out -------------------------------------------------------------------------------
-
-    def _start_leaving(self, block: Block, host_bytes: int | None = None) -> None:
-        if block.record is not None and not block.leaving:
-            since = block.epoch == self._epoch
-            holds = not block.changed and not block.record.failed
-            if holds and self.memory.is_as_written(block, since_user_ran=since):
-                if block.record.done:
-                    self._take_out(block)
-                    return
-            else:
-                self._drop_record(block)
-        if block.record is None:
-            self.memory.start_out(block, host_bytes)
-            block.epoch, block.changed = self._epoch, False
-        block.leaving = True
-        self._leaving.append(block)
+    # -- going out and coming back ---------------------------------------------------------------
 
     def _settle(self) -> None:
         """Take out what has been written; forget what has ended."""
@@ -273,57 +261,14 @@ class StateArena:
                 self._leaving.append(block)
         self._forget_ended()
 
-    def _finish_leaving(self, block: Block) -> None:
-        """The record is written: if the block still holds the same bytes, it goes."""
-        try:
-            self.memory.wait_out(block)
-        except BaseException:  # an interrupt, too
-            self._drop_record(block)
-            raise
-        since = block.epoch == self._epoch
-        if block.changed or not (since or self.memory.is_as_written(block, since_user_ran=False)):
-            self._drop_record(block)
-            self._start_leaving(block)
-            return
-        self._take_out(block)
-
-    def _take_out(self, block: Block) -> None:
-        """The block's bytes are in its record: show that, and free the block's memory."""
-        self.memory.take_out(block)
-        self.memory.held.shrink_to(self.limit_bytes)
-        block.place, block.leaving = Place.AWAY, False
-        del self._in_memory[block]
-        self._away[block.key] = block
-
-    def _free_host(self, block: Block) -> None:
-        """Give back what a record that is of no more use takes of host memory."""
-        if block.record is not None and block.record.takes_host and block.record.done:
-            self._drop_record(block)
-
-    def _drop_record(self, block: Block) -> None:
-        if block.record is not None:
-            self.memory.drop(block)
-        block.record, block.changed, block.leaving = None, True, False
-
-    # -- coming back -----------------------------------------------------------------------------
-
     def _start_back(self, block: Block, *, urgent: bool = False) -> None:
-        assert block.record is not None, f"{block.label} is away without a record"
-        block.landing, is_touched = self._take(block.nbytes)
-        self._away.pop(block.key, None)
-        block.epoch = self._epoch
-        self.memory.start_back(block, is_touched=is_touched, urgent=urgent)
-        block.place = Place.COMING
-        self._coming[block] = None
+        landing, is_touched = self._take(block.nbytes)
+        self._start_to(block, landing, is_touched=is_touched, urgent=urgent)
 
     def _bring(self, block: Block) -> None:
         if block.place is Place.AWAY:
             self._start_back(block, urgent=True)
-        self.memory.land(block, since_user_ran=block.epoch == self._epoch)
-        del self._coming[block]
-        block.epoch = self._epoch
-        block.arrival, block.landing, block.place = None, 0, Place.MEMORY
-        self._in_memory[block] = None
+        self._land(block)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -386,11 +331,12 @@ class StateArena:
             if busy or (block.record is not None and not block.record.done):
                 self._emptied.append(block)
                 continue
-            self._forget(block)
+            whole(partial(self._forget, block))
 
     def _forget(self, block: Block) -> None:
-        del self.blocks[block]
-        self._alive[block.key] -= 1
+        if block in self.blocks:
+            del self.blocks[block]
+            self._alive[block.key] -= 1
         if self._away.get(block.key) is block:
             del self._away[block.key]
         self._in_memory.pop(block, None)

@@ -78,7 +78,7 @@ class Block:
     """When the record was made, or the read begun."""
     arrival: Arrival | None = None
     landing: int = 0
-    """Address of the memory that the read goes to."""
+    """Address of the memory that the read goes to, or that is about to be given back; else 0."""
     position: int | None = None
     """Of its latest use in the step before."""
 

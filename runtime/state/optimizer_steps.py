@@ -68,6 +68,8 @@ class _Step:
     bucket: Optimizer | None = None
     cut: Cut | None = None
     """The same in slices, which is then what the user's own call steps."""
+    num_updated: int = 0
+    """Parameters of the buckets that are done."""
     values: Values | None = None
     """What the first update has left beside `state`."""
 
@@ -191,8 +193,14 @@ class OptimizerSteps:
             self._run(step, buckets[:-1], args[1:], kwargs)
             step.bucket = self._bring(step, buckets[-1])
             step.cut = cut_up(step.bucket, args[1:], kwargs)
-        except BaseException:
+        except BaseException as error:
             self._end(optimizer)
+            if step.num_updated:
+                error.add_note(
+                    f"the step of {type(optimizer).__name__} is half done: {step.num_updated} of "
+                    f"{sum(1 for _ in parameters_of(optimizer))} parameters and their state are "
+                    "those after it, the others those before; load a checkpoint to train on"
+                )
             raise
         stepped = step.bucket if step.cut is None else step.cut.optimizer
         return (stepped, *args[1:]), kwargs
@@ -272,6 +280,7 @@ class OptimizerSteps:
             self._adopt(made, parameters_of(made))
             self._state.end_expecting()
             self._compare(step, made)
+            step.num_updated += len(bucket)
 
     def _compare(self, step: _Step, made: Optimizer) -> None:
         """Raise an UnsupportedError if this bucket has left other values than those before it."""

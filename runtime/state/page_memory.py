@@ -7,12 +7,13 @@ Unchanged bytes are not written again: a digest of what was written is compared 
 That is exact, whoever may have written to the tensor meanwhile.
 """
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
 
-from teraplan.errors import StorageError
+from teraplan.errors import MappingError, StorageError
 from teraplan.hardware import Hardware, Link
 from teraplan.runtime import pages
 from teraplan.runtime.state.block import Block, Place
@@ -65,13 +66,20 @@ class PageMemory(BlockMemory):
         block.nbytes = nbytes
 
     def end(self, block: Block) -> None:
+        address, block.address = block.address, 0
+        landing, block.landing = block.landing, 0
         if block.place is Place.MEMORY:
-            self.held.give(block.address, block.nbytes)
+            self._give(address, block)
             return
-        del self.shown[block]
-        pages.release(block.address, block.nbytes)
+        self.shown.pop(block, None)
+        if address:
+            pages.release(address, block.nbytes)
         if block.place is Place.COMING:
-            self.held.give(block.landing, block.nbytes)
+            self._give(landing, block)
+
+    def _give(self, address: int, block: Block) -> None:
+        if address:
+            self.held.give(address, block.nbytes)
 
     def tidy(self) -> None:
         if self._trimmer is not None:
@@ -109,16 +117,36 @@ class PageMemory(BlockMemory):
             self.log.wait(self.tiers, block, _record(block).writes, "to leave")
 
     def take_out(self, block: Block) -> None:
-        waiting = pages.take(block.nbytes)
-        pages.move(block.address, waiting, block.nbytes)
+        if block not in self.shown:
+            block.landing = pages.take(block.nbytes)
+            self.shown[block] = None  # first: what is there later may be the file
+            try:
+                pages.move(block.address, block.landing, block.nbytes)
+            except MappingError:
+                self._stay(block)
+                raise
+        try:
+            self._show(block)
+        except MappingError:
+            ctypes.memmove(block.address, block.landing, block.nbytes)
+            self._stay(block)
+            raise
+        block.touched = False
+        landing, block.landing = block.landing, 0
+        self._give(landing, block)
+
+    def _show(self, block: Block) -> None:
         address = block.address
         for fd, offset, nbytes in self.pieces(block):
             pages.show_file(address, nbytes, fd, offset)
             address += nbytes
         assert address == block.address + block.nbytes, "a block is whole pages: it has no ends"
-        self.held.give(waiting, block.nbytes)
-        block.touched = False
-        self.shown[block] = None
+
+    def _stay(self, block: Block) -> None:
+        """The block's bytes are in its own memory again, or still."""
+        self.shown.pop(block, None)
+        landing, block.landing = block.landing, 0
+        pages.release(landing, block.nbytes)
 
     def pieces(self, block: Block) -> list[tuple[int, int, int]]:
         """Where a block that is away lies: (descriptor, offset in the file, bytes) each."""
@@ -137,12 +165,15 @@ class PageMemory(BlockMemory):
         self.log.count(back.reads)
 
     def land(self, block: Block, *, since_user_ran: bool) -> None:
-        assert isinstance(block.arrival, Return), "it was started here"
-        self.log.wait(self.tiers, block, block.arrival.reads, "to come back")
-        check_landed(block)
-        pages.move(block.landing, block.address, block.nbytes)
-        pages.release(block.landing, block.nbytes)
-        del self.shown[block]
+        if block in self.shown:
+            assert isinstance(block.arrival, Return), "it was started here"
+            self.log.wait(self.tiers, block, block.arrival.reads, "to come back")
+            check_landed(block)
+            pages.move(block.landing, block.address, block.nbytes)
+            self.shown.pop(block, None)
+        landing, block.landing = block.landing, 0
+        if landing:
+            pages.release(landing, block.nbytes)
 
     @property
     def coming_bytes(self) -> int:

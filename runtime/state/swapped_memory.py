@@ -154,11 +154,13 @@ class SwappedMemory(BlockMemory):
 
     def end(self, block: Block) -> None:
         self._shown.pop(block, None)
-        if block.place is Place.MEMORY:
-            self.held.give(block.address, block.nbytes)
-        elif block.place is Place.COMING:
+        address, block.address = block.address, 0
+        landing, block.landing = block.landing, 0
+        if block.place is Place.MEMORY and address:
+            self.held.give(address, block.nbytes)
+        elif block.place is Place.COMING and landing:
             block.arrival = None  # the stream of the memory waits for the copy to it
-            self.held.give(block.landing, block.nbytes)
+            self.held.give(landing, block.nbytes)
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         block = self.block_of(tensor)
@@ -287,8 +289,9 @@ class SwappedMemory(BlockMemory):
             text = _HIDDEN_GRADIENT if block.spent else _HIDDEN_STATE
             for storage, _ in self._alive(block):
                 let_raise(storage, text.format(block.label))
-        self.held.give(block.address, block.nbytes)
-        block.address = 0
+        address, block.address = block.address, 0
+        if address:
+            self.held.give(address, block.nbytes)
 
     def drop(self, block: Block) -> None:
         record, block.record = block.record, None
@@ -302,6 +305,8 @@ class SwappedMemory(BlockMemory):
         self._note(copy, Direction.BACK)
 
     def land(self, block: Block, *, since_user_ran: bool) -> None:
+        if block.address:
+            return
         assert isinstance(block.arrival, CudaArrival), "it was started here"
         block.arrival.wait()
         copy = _record(block).hold.copy

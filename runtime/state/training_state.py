@@ -212,6 +212,7 @@ class TrainingState:
 
     def _begin_step(self) -> None:
         arena = self.arena
+        arena.end_uses()  # of graphs that an error has ended
         now = arena.log.traffic
         self.last_step, self._before = now - self._before, now
         changed = arena.timeline.begin_step()
@@ -341,9 +342,16 @@ class TrainingState:
     def _bring(self, blocks: Sequence[Block], *, changes: bool, update: bool) -> None:
         if len(blocks) > 1:
             self.arena.bring_all(blocks)
-        for block in blocks:
-            writes = changes and update and block.key[0] is not TensorKind.GRADIENT
-            self.arena.use(block, writes=writes, may_write=changes)
+        used: list[Block] = []
+        try:
+            for block in blocks:
+                writes = changes and update and block.key[0] is not TensorKind.GRADIENT
+                self.arena.use(block, writes=writes, may_write=changes)
+                used.append(block)
+        except BaseException:
+            for block in used:
+                self.arena.done(block, leaves=False)
+            raise
         if not self._follows_plan:
             self.arena.prefetch()
 

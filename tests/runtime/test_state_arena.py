@@ -171,11 +171,11 @@ def test_a_write_that_failed_is_an_error_once() -> None:
         tensor, block = filled(arena, 3)
         with injected(NO_WRITE), pytest.raises(StorageError, match=r"parameter 3 .*EIO"):
             arena.see_out(block)
-        assert arena.held_bytes == block.nbytes
+        assert arena.in_use_bytes == block.nbytes
         arena.use(block)
         arena.done(block, leaves=True)
         arena.see_out(block)
-        assert arena.held_bytes == 0
+        assert arena.in_use_bytes == 0
         assert (tensor == 3).all()
 
 
