@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from teraplan.config import Config
 from teraplan.errors import ConfigError, TeraplanError
@@ -171,6 +172,16 @@ def _telling_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[i
 
 
 def _shape(value: Any) -> object:
+    """What tells the sizes of an input apart.
+
+    Of a tensor around others it is theirs: a nested one's own sizes have a number in them that no
+    other tensor has.
+    """
+    if isinstance(value, torch.SymInt) and value.node.is_nested_int():
+        return None
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        return tuple(_shape(getattr(value, name)) for name in names)
     return value.shape if isinstance(value, torch.Tensor) else value
 
 

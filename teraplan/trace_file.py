@@ -190,7 +190,9 @@ def _require_countable(trace: StepTrace, node: Node) -> None:
     """Raise FileFormatError if the step is longer, or has more bytes, than can be counted with."""
     why = too_large(trace)
     if why:
-        raise node.get("sites" if " ns" in why else "tensors").fail(why)
+        sites, tensors = node.get("sites").get("duration_ns"), node.get("tensors")
+        what, _, told = why.partition(" ")
+        raise (sites if what == "durations" else tensors).fail(told)
 
 
 def too_large(trace: StepTrace) -> str:

@@ -178,3 +178,17 @@ def test_recompilation_in_the_middle_of_training() -> None:
     assert_same(reference, limited)
     assert limited.statuses[-1].phase == "planned"
     assert limited.statuses[10].phase == "planned"
+
+
+def test_nested_tensors_of_equal_lengths_are_of_one_kind() -> None:
+    """Each has a number of its own in its sizes, which no other has."""
+
+    def nested(*lengths: int) -> Tensor:
+        parts = [torch.ones(length, 4) for length in lengths]
+        return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+    one, two, other = nested(3, 5), nested(3, 5), nested(3, 6)
+    assert one.shape != two.shape
+    assert backend._shape(one) == backend._shape(two) != backend._shape(other)
+    assert backend._shape(one.shape[1]) == backend._shape(two.shape[1])
+    assert backend._shape(torch.ones(3, 4)) == (3, 4)

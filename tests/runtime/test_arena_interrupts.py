@@ -2,9 +2,10 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block
 from teraplan.step_trace import TensorKind
 from tests.runtime import state_arena
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 NBYTES = 64 << 10
 MODULES = (arena_module, block_moves, digests, held_memory, page_memory, pages, whole)
@@ -41,10 +45,10 @@ class Stop:
         finally:
             sys.settrace(None)
 
-    def _call(self, frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
+    def _call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
         return self._line if frame.f_code.co_filename in FILES else None
 
-    def _line(self, frame: FrameType, event: str, arg: object) -> Callable[..., object] | None:
+    def _line(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
         if event == "line":
             self.num_lines += 1
             if self.num_lines - 1 == self.line:

@@ -1,0 +1,88 @@
+"""Steps unlike the others, and losses that are kept: neither decides what memory training needs."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.end_to_end.training import MLP, Program, Run, assert_same, run, tight, unlimited
+
+STEPS = 10
+
+
+def skipping(*bad: int) -> Program:
+    """A program that passes over batches whose loss is not finite."""
+
+    def program(this: Run) -> None:
+        net = MLP()
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(STEPS):
+            (x,) = net.batch(step)
+            loss = net(x * float("nan") if step in bad else x)
+            if not torch.isfinite(loss):
+                continue
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    return program
+
+
+@pytest.mark.parametrize("bad", [(1,), (1, 2), (0, 3)], ids=str)
+def test_batches_that_are_passed_over(bad: tuple[int, ...]) -> None:
+    """While memory is measured, two forwards in one step need more than there is."""
+    plain = tight(skipping(), unlimited(skipping()), 0.5)
+    program = skipping(*bad)
+    limited = run(program, **plain.options)
+    assert_same(unlimited(program), limited)
+    assert limited.final.phase == "planned"
+
+
+def watched(this: Run) -> None:
+    """Evaluates without `no_grad` before each step, and keeps the loss until the next one."""
+    net = MLP()
+    this.compile(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(STEPS + 6):
+        kept = net(*net.batch(100 + step))
+        loss = net(*net.batch(step))
+        torch.autograd.backward(loss)
+        optimizer.step()
+        this.record(loss, net, others=[kept.detach()])
+        optimizer.zero_grad()
+
+
+def test_a_loss_that_is_kept_merges_no_steps() -> None:
+    reference = unlimited(watched)
+    limited = tight(watched, reference, 0.5)
+    assert_same(reference, limited)
+    counts = [status.steps for status in limited.statuses]
+    assert {after - before for before, after in itertools.pairwise(counts[8:])} == {1}
+    assert limited.final.phase == "planned"
+
+
+def test_a_forward_that_waits_for_another_optimizer_stays_in_its_step() -> None:
+    """As in a GAN: its backward comes after the other optimizer's step."""
+
+    def program(this: Run) -> None:
+        first, second = MLP(), MLP()
+        this.compile(first)
+        this.compile(second)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+        for step in range(STEPS):
+            waiting = first(*first.batch(step))
+            for batch in (step, 100 + step):
+                torch.autograd.backward(second(*second.batch(batch)))
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+            torch.autograd.backward(waiting)
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            this.record(waiting, first, second)
+
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.6)
+    assert_same(reference, limited)
+    assert limited.final.steps >= STEPS - 1
