@@ -52,16 +52,27 @@ def plan_small_step(
     if found_ns is None or (few and found_ns > enough_ns):
         found = best_cover(SmallStep(problem, simulator), found_ns) or found
     if found is None:
+        found = best_cover(SmallStep(problem, simulator), briefly=True)
+    if found is None:
         return None
     return polish(SmallStep(problem, simulator), found, enough_ns, split=False)
 
 
-def best_cover(step: SmallStep, below_ns: int | None = None) -> Plan | None:
+def best_cover(
+    step: SmallStep, below_ns: int | None = None, *, briefly: bool = False
+) -> Plan | None:
     """The fastest plan that moves only what is over the budget, in whole tensors.
 
     None if it does not take less than `below_ns`, or is not found with the simulations of `step`.
+
+    Args:
+        step: to be planned.
+        below_ns: what another plan takes.
+        briefly: copies take room in other tiers for no longer than their tensors are away, which
+            is slower: several can have the same room one after the other. The first plan that is
+            found will do.
     """
-    search = _Search(step)
+    search = _Search(step, briefly)
     start: _State = (None,) * len(step.problem.lifetimes)
     seen: set[_State] = {start}
     queue: list[tuple[int, int, int, _State, Plan]] = [(0, 0, 0, start, ())]
@@ -78,7 +89,8 @@ def best_cover(step: SmallStep, below_ns: int | None = None) -> Plan | None:
             ns = step.step_ns(held)
             if below_ns is None or ns < below_ns:
                 left = int(search.bytes_over(other).sum())
-                heapq.heappush(queue, (ns, left, len(seen), other, held))
+                cost = (left, ns) if briefly else (ns, left)  # any plan, or the fastest
+                heapq.heappush(queue, (*cost, len(seen), other, held))
     return None
 
 
@@ -86,8 +98,8 @@ def best_cover(step: SmallStep, below_ns: int | None = None) -> Plan | None:
 class _Search:
     """What can be done about a step, state by state."""
 
-    def __init__(self, step: SmallStep) -> None:
-        self._problem = step.problem
+    def __init__(self, step: SmallStep, briefly: bool) -> None:
+        self._problem, self._briefly = step.problem, briefly
         self._pressure = step.problem.pressure()
 
     def bytes_over(self, state: _State) -> Curve:
@@ -110,16 +122,16 @@ class _Search:
     def _ways(self, m: Migration | None, row: int, here: int) -> Iterator[Migration]:
         if m is not None:
             if not m.gone <= here < m.back:
-                yield replace(m, gone=min(m.gone, here), back=max(m.back, here + 1))
+                yield self._timed(m, min(m.gone, here), max(m.back, here + 1))
             return
         periods, problem = self._problem.lifetimes, self._problem
         tensor_id = int(periods.tensor_ids[row])
         for tier in problem.tiers_of(tensor_id):
-            yield Migration(
-                tensor_id=tensor_id,
-                leave=int(periods.start[row]),
-                gone=here,
-                back=here + 1,
-                needed=int(periods.end[row]),
-                tier=tier,
-            )
+            begin, end = int(periods.start[row]), int(periods.end[row])
+            at = {"leave": begin, "gone": here, "back": here + 1, "needed": end}
+            yield self._timed(Migration(tensor_id=tensor_id, tier=tier, **at), here, here + 1)
+
+    def _timed(self, m: Migration, gone: int, back: int) -> Migration:
+        if self._briefly:
+            return replace(m, leave=gone, gone=gone, back=back, needed=back)
+        return replace(m, gone=gone, back=back)

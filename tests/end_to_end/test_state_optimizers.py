@@ -332,6 +332,33 @@ def test_master_weights_move_with_an_attached_optimizer() -> None:
     assert len(masters) == 12, "six in bfloat16 are read by graphs, six in float32 by the optimizer"
 
 
+def test_a_step_that_fails_in_the_midst_says_how_far_it_came() -> None:
+    calls: list[int] = []
+    fails = [False]
+
+    class Failing(Lion):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            calls.append(len(self.param_groups[0]["params"]))
+            if fails[0] and len(calls) == 3:
+                raise ValueError("the third bucket")
+            super().step()
+
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        optimizer = Failing(net.parameters())
+        for step in range(3):
+            torch.autograd.backward(net(*net.batch(step)))
+            fails[0] = step == 2
+            calls.clear()
+            optimizer.step()
+
+    with pytest.raises(ValueError, match="the third bucket") as raised:
+        run_moving(program)
+    note = f"is half done: {sum(calls[:2])} of {len(list(model().parameters()))} parameters"
+    assert any(note in text for text in raised.value.__notes__)
+
+
 def test_a_step_that_fails_leaves_the_optimizer_whole() -> None:
     """Also when it fails in the part that is left to the user's own call."""
 

@@ -252,3 +252,18 @@ def test_every_migration_has_a_reason() -> None:
     plan = make_plan(trace, machine(), budgets(between(trace, 0.3)))
     assert plan.migrations
     assert all(m.reason.startswith("idle ") and "over budget" in m.reason for m in plan.migrations)
+
+
+def test_tensors_take_turns_where_storage_has_room_for_one() -> None:
+    """Their idle periods overlap, and what is over the budget does not."""
+    nbytes = 100
+    trace = step(
+        10,
+        (nbytes, ((0, 1), (5, 10)), False),
+        (nbytes, ((0, 4), (9, 10)), False),
+        (nbytes, ((2, 3),), False),
+        (nbytes, ((7, 8),), False),
+    )
+    plan = make_plan(trace, machine(), budgets(1200, storage_bytes=nbytes))
+    assert [m.tensor_id for m in plan.migrations] == [0, 1]
+    assert plan.migrations[0].needed <= plan.migrations[1].leave
