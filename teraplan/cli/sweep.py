@@ -52,6 +52,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.png and options.png.suffix != ".png":
+        raise ConfigError(f"{options.png}: the picture is written as .png; change the name")
     machine = machine_named(options.hardware)
     if options.library is not None:
         trace = library_trace(workload_of(options), machine)
@@ -63,8 +65,6 @@ def _run(options: argparse.Namespace) -> int:
     if options.csv:
         write_whole(options.csv, _csv(cells).encode())
     if options.png:
-        if options.png.suffix != ".png":
-            raise ConfigError(f"{options.png}: the picture is written as .png; change the name")
         with whole_file(options.png) as part:
             _picture(cells, trace.duration_ns, part)
     if options.json:

@@ -127,9 +127,15 @@ class _Search:
         periods, problem = self._problem.lifetimes, self._problem
         tensor_id = int(periods.tensor_ids[row])
         for tier in problem.tiers_of(tensor_id):
-            begin, end = int(periods.start[row]), int(periods.end[row])
-            at = {"leave": begin, "gone": here, "back": here + 1, "needed": end}
-            yield self._timed(Migration(tensor_id=tensor_id, tier=tier, **at), here, here + 1)
+            whole = Migration(
+                tensor_id=tensor_id,
+                leave=int(periods.start[row]),
+                gone=here,
+                back=here + 1,
+                needed=int(periods.end[row]),
+                tier=tier,
+            )
+            yield self._timed(whole, here, here + 1)
 
     def _timed(self, m: Migration, gone: int, back: int) -> Migration:
         if self._briefly:
