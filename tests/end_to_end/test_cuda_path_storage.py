@@ -14,6 +14,8 @@ from teraplan import backend
 from teraplan.errors import StorageError
 from teraplan.hardware import Tier
 from teraplan.plan import Migration
+from teraplan.runtime.cuda_copies import CudaCopy
+from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.swapped_memory import SwappedMemory
 from teraplan.step_trace import TensorKind
 from tests.end_to_end import moving
@@ -36,6 +38,19 @@ def little_host_memory(
     monkeypatch.setattr(moving, "states", shown)
     cuda_path(HOST_BYTES)
     return cuda_path
+
+
+@pytest.fixture
+def all_stored(little_host_memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is host memory for all, and optimizer state goes to storage nevertheless."""
+    little_host_memory(64 << 20)
+    send = SwappedMemory._sent
+
+    def sent(self: SwappedMemory, block: Block, host_bytes: int | None) -> CudaCopy:
+        stored = block.key[0] is TensorKind.OPTIMIZER_STATE
+        return send(self, block, 0 if stored else host_bytes)
+
+    monkeypatch.setattr(SwappedMemory, "_sent", sent)
 
 
 def shown(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -76,12 +91,14 @@ def is_in_host(migration: Migration) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulate", "set_to_none"), [(2, True), (1, False)])
+@pytest.mark.usefixtures("all_stored")
 def test_accumulation_and_clipping(accumulate: int, set_to_none: bool) -> None:
     program = training(adamw, accumulate=accumulate, clip=0.01, set_to_none=set_to_none)
     check(program, budget=7 << 19)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("all_stored")
 def test_saved_and_loaded_between_steps() -> None:
     """Also in plain PyTorch, where the bits are the same."""
 
@@ -99,6 +116,7 @@ def test_saved_and_loaded_between_steps() -> None:
     check(training(adamw, between=between, steps=8))
 
 
+@pytest.mark.usefixtures("all_stored")
 def test_what_nobody_can_read_says_so() -> None:
     hidden: list[str] = []
 
@@ -118,6 +136,7 @@ def test_what_nobody_can_read_says_so() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("all_stored")
 def test_what_was_read_keeps_its_values() -> None:
     """A `state_dict` is a picture of its moment, while plain tensors would go on changing."""
     kept: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -137,6 +156,7 @@ def test_what_was_read_keeps_its_values() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("all_stored")
 def test_a_detached_optimizer_has_its_state_in_memory() -> None:
     def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step == 4:
@@ -151,6 +171,7 @@ def test_a_detached_optimizer_has_its_state_in_memory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("all_stored")
 def test_what_is_kept_after_the_session_has_its_bits() -> None:
     kept: list[tuple[Tensor, Tensor]] = []
 
@@ -166,6 +187,7 @@ def test_what_is_kept_after_the_session_has_its_bits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("all_stored")
 def test_a_write_that_fails_loses_nothing() -> None:
     """Without another store the error has a name, and all state can still be saved."""
     saved: list[bool] = []
