@@ -134,8 +134,8 @@ class Case:
         if not recorder.has_forwards_alone:
             self.num_odd = 0
 
-    def was_odd(self) -> bool:
-        """True if the step that was measured may be unlike others, which is forgotten then.
+    def forget_odd_step(self) -> bool:
+        """Forget what was measured if the step may be unlike others; False if it is not.
 
         So is one in which a loss that is not finite has been passed over: two forwards, of which
         the first keeps all it has saved.

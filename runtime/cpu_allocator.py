@@ -10,12 +10,9 @@ import ctypes
 import os
 import threading
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-from torch._inductor.codecache import CppCodeCache
-
-from teraplan.runtime import pages
+from teraplan.runtime import compiled_source, pages
 from teraplan.runtime.locks import if_free
 
 MIN_BLOCK_BYTES = 256 << 10
@@ -53,10 +50,7 @@ class _Allocator:
     """The installed allocator. One per process."""
 
     def __init__(self) -> None:
-        torch_lib = Path(torch.__path__[0]) / "lib" / "libc10.so"
-        ctypes.CDLL(str(torch_lib), mode=ctypes.RTLD_GLOBAL)  # the symbols that the source needs
-        compiled: Any = CppCodeCache.load(_SOURCE.read_text())
-        self._library = ctypes.PyDLL(compiled._name)  # keeps Python's lock: calls are short
+        self._library = compiled_source.load(_SOURCE)
         self._library.install.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
         self._library.install.restype = self._library.last_returned.restype = ctypes.c_bool
         self._library.serve.argtypes = (ctypes.py_object,)

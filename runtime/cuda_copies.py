@@ -30,9 +30,9 @@ class CudaCopy(Copy):
         """True if no byte is under way, whether or not it went well."""
 
     @property
-    @abstractmethod
     def failed(self) -> bool:
         """True if some bytes could not be written."""
+        return any(record.write.error is not None for record in self.records)
 
     @property
     def host_bytes(self) -> int:
@@ -40,17 +40,17 @@ class CudaCopy(Copy):
         return 0
 
     @property
-    @abstractmethod
     def records(self) -> Sequence[Record]:
         """Of the others, in order, once they are `written`."""
+        return ()
 
-    @abstractmethod
     def wait_written(self) -> None:
         """Wait until its bytes cannot be lost any more; then the tensor may be freed.
 
         Raises:
             StorageError, DeadlineError: they could not be written; the tensor is still whole.
         """
+        self.wait_out()
 
 
 class CudaArrival(Arrival):
@@ -89,23 +89,9 @@ class HostCopy(CudaCopy):
         return self.inner.left.query()
 
     @property
-    def failed(self) -> bool:
-        """See `CudaCopy`."""
-        return False
-
-    @property
-    def records(self) -> Sequence[Record]:
-        """See `CudaCopy`."""
-        return ()
-
-    @property
     def host_bytes(self) -> int:
         """See `CudaCopy`."""
         return self.nbytes
-
-    def wait_written(self) -> None:
-        """The stream of the tensor's memory waits; see `CudaCopy`."""
-        self.wait_out()
 
     def drop(self) -> None:
         """See `Copy`."""
@@ -200,18 +186,9 @@ class DirectCopy(CudaCopy):
         return self.record.write.done
 
     @property
-    def failed(self) -> bool:
-        """See `CudaCopy`."""
-        return self.record.write.error is not None
-
-    @property
     def records(self) -> Sequence[Record]:
         """See `CudaCopy`."""
         return (self.record,)
-
-    def wait_written(self) -> None:
-        """See `CudaCopy`."""
-        self.wait_out()
 
     def drop(self) -> None:
         """See `Copy`."""

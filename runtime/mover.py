@@ -1,12 +1,17 @@
 """Moves saved activations between the device and the other tiers, and counts what is on it."""
 
-import copy
 import time
 from collections.abc import Iterator
 
 import torch
 
-from teraplan.errors import BudgetExceededError, DeadlineError, StorageError, StorageFullError
+from teraplan.errors import (
+    BudgetExceededError,
+    DeadlineError,
+    StorageError,
+    StorageFullError,
+    bare,
+)
 from teraplan.hardware import Tier
 from teraplan.run_record import StallRecord
 from teraplan.runtime.device import Copy, Device
@@ -81,7 +86,7 @@ class Mover:
         try:
             self._stalled(saved, saved.copy.wait_out())
         except (StorageError, DeadlineError) as error:  # the tensor is whole
-            self.faults.append(_bare(error))
+            self.faults.append(bare(error))
             saved.copy.drop()
             saved.copy = None if saved.modified else self._start_out(saved, Tier.HOST)
             if saved.copy is None:
@@ -146,7 +151,7 @@ class Mover:
             try:
                 out = self._device.start_out(saved.tensor, tier, saved.name, host_bytes=part_bytes)
             except StorageError as error:
-                errors.append(_bare(error))
+                errors.append(bare(error))
             else:
                 # That one tier is full is no fault where another one has room.
                 self.faults += [e for e in errors if not isinstance(e, StorageFullError)]
@@ -166,7 +171,7 @@ class Mover:
         )
         if not self.faults:
             raise BudgetExceededError(what)
-        fault = _bare(self.faults[0])
+        fault = bare(self.faults[0])
         fault.args = (f"{fault}; {what}, or make room in storage",)
         raise fault
 
@@ -181,10 +186,3 @@ class Mover:
                     duration_ns=waited_ns,
                 )
             )
-
-
-def _bare(error: StorageError | DeadlineError) -> StorageError | DeadlineError:
-    """The error without its causes and their frames, which hold the user's tensors."""
-    bare = copy.copy(error)
-    bare.errno = error.errno
-    return bare

@@ -187,7 +187,7 @@ class StepRecorder:
     def durations_ns(self) -> tuple[int, ...]:
         """Computation in each interval."""
         visits = self._visits
-        ends = [*((v.arrived, v.waited_ns[0]) for v in visits[1:])]
+        ends = [(v.arrived, v.waited_ns[0]) for v in visits[1:]]
         ends.append((self._end_mark, self._waited_at_end))
         return tuple(
             max(0, self._device.elapsed_ns(v.left, end) - (waited_ns - v.waited_ns[1]))

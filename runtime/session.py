@@ -316,7 +316,7 @@ class Session:
         try:
             plan = self.plans.plan(case)
         except InfeasibleBudgetError:
-            if not case.was_odd():
+            if not case.forget_odd_step():
                 raise
             return
         if plan is not None:

@@ -59,29 +59,29 @@ class StepBounds:
             self._require_own_step()
         self._look_at_waits()
         if not engine.idle:  # a user who keeps a loss with its graph must not stop all steps
-            return self._optimizer_steps > self._most_merged_steps()
+            return self._optimizer_steps > self._most_merged_steps
         if self._optimizer_steps > 0 or engine.recorder.num_sites > _MAX_EVENTS:
             return True
         return (not self.optimizer_known or engine.finished_plan) and engine.in_backward
 
+    @property
     def _most_merged_steps(self) -> int:
         """How often an optimizer may step while a forward waits: the other half of a GAN, or a loss
         of the step before that is still somebody's."""
-        if self._num_in_vain >= _MOST_IN_VAIN:
-            return 0
-        if self._optimizer_steps > 0 and not self._waiting:
-            self._waiting = frozenset(self._engine.waiting_calls)
-        return _MAX_MERGED_STEPS
+        return 0 if self._num_in_vain >= _MOST_IN_VAIN else _MAX_MERGED_STEPS
 
     def _look_at_waits(self) -> None:
-        """Learn what became of those that waited."""
+        """Learn what became of forwards that waited after an optimizer had stepped."""
         engine = self._engine
-        if not self._waiting or self._waiting & engine.waiting_calls:
+        if self._optimizer_steps == 0:
             return
-        assert engine.recorder is not None
-        went_back = engine.recorder.calls_gone_back & self._waiting
-        self._num_in_vain = 0 if went_back else self._num_in_vain + 1
-        self._waiting = frozenset()
+        waiting = frozenset(engine.waiting_calls)
+        if self._waiting and not self._waiting & waiting:
+            assert engine.recorder is not None
+            went_back = engine.recorder.calls_gone_back & self._waiting
+            self._num_in_vain = 0 if went_back else self._num_in_vain + 1
+            self._waiting = frozenset()
+        self._waiting = self._waiting or waiting
 
     def _require_own_step(self) -> None:
         here = threading.get_ident()

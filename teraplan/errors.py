@@ -10,6 +10,7 @@ TeraplanError
 ├── StorageError (OSError)          a storage directory or file failed; names tensor, file, offset
 │   ├── StorageFullError            no space left for spilled tensors
 │   ├── StorageUnusableError        missing, read-only, not private, or not on a disk
+│   ├── MappingError                the system refuses a mapping of memory, or a file of /proc
 │   └── IntegrityError              the bytes that came back are not the bytes that left
 ├── DeadlineError (TimeoutError)    a wait took longer than its deadline; names what it waited for
 ├── HostUpdateError                 an update on the host's cores failed; names it and why
@@ -21,6 +22,11 @@ StateHasToMoveError is none of these: it is caught before anybody sees it.
 
 A message says what happened, the numbers with their units, and what to do next.
 """
+
+import copy
+from typing import TypeVar
+
+_OSError = TypeVar("_OSError", bound=OSError)
 
 
 class TeraplanError(Exception):
@@ -103,3 +109,10 @@ class FallbackRefusedError(TeraplanError):
 class StateHasToMoveError(Exception):
     """A graph was compiled, or is about to run, for a training state that stays, and that is too
     much for the budget: it is compiled again for one that moves."""
+
+
+def bare(error: _OSError) -> _OSError:
+    """The error without its causes and their frames, which hold the user's tensors."""
+    made = copy.copy(error)
+    made.errno = error.errno
+    return made

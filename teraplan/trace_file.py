@@ -188,25 +188,25 @@ def decode_trace(node: Node) -> StepTrace:
 
 def _require_countable(trace: StepTrace, node: Node) -> None:
     """Raise FileFormatError if the step is longer, or has more bytes, than can be counted with."""
-    why = too_large(trace)
-    if why:
-        sites, tensors = node.get("sites").get("duration_ns"), node.get("tensors")
-        what, _, told = why.partition(" ")
-        raise (sites if what == "durations" else tensors).fail(told)
+    what, why = excess(trace)
+    if what == "durations":
+        raise node.get("sites").get("duration_ns").fail(why)
+    if what == "sizes":
+        raise node.get("tensors").fail(why)
 
 
-def too_large(trace: StepTrace) -> str:
-    """Why a step cannot be counted with; "" if it can."""
+def excess(trace: StepTrace) -> tuple[str, str]:
+    """What of a step is too much to be counted with, "durations" or "sizes", and how; or ""."""
     again = [t.recompute for t in trace.tensors if t.recompute is not None]
     duration_ns = trace.duration_ns + sum(r.duration_ns for r in again)
     if duration_ns > MAX_STEP_NS:
-        return f"durations add up to {duration_ns} ns, at most {MAX_STEP_NS}"
+        return "durations", f"add up to {duration_ns} ns, at most {MAX_STEP_NS}"
     workspace = max((site.workspace_bytes for site in trace.sites), default=0)
     nbytes = sum(t.nbytes for t in trace.tensors) + sum(r.temporary_bytes for r in again)
     total = trace.state_bytes + workspace + nbytes
     if total > MAX_STEP_BYTES:
-        return f"sizes add up to {total} bytes with state, at most {MAX_STEP_BYTES}"
-    return ""
+        return "sizes", f"add up to {total} bytes with state, at most {MAX_STEP_BYTES}"
+    return "", ""
 
 
 def _with_updates(trace: StepTrace, nodes: Sequence[Node]) -> StepTrace:

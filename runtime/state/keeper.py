@@ -108,6 +108,8 @@ class StateKeeper:
             yield from self._at_gradients.fallbacks
         if self._updates_in_step:
             yield self._updates_in_step
+        if self.state.arena.why_stayed:
+            yield f"not all that was to leave had room elsewhere: {self.state.arena.why_stayed}"
 
     @property
     def limit_bytes(self) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._inductor.codecache import CppCodeCache
+
+from teraplan.runtime import compiled_source
 
 _SOURCE = Path(__file__).with_name("storage_pointers.cpp")
 
@@ -51,9 +52,6 @@ def let_raise(storage: torch.UntypedStorage, message: str) -> None:
 
 @functools.cache
 def _let_raise() -> Callable[[int, bytes], None]:
-    torch_lib = Path(torch.__path__[0]) / "lib" / "libc10.so"
-    ctypes.CDLL(str(torch_lib), mode=ctypes.RTLD_GLOBAL)  # the symbols that the source needs
-    compiled: Any = CppCodeCache.load(_SOURCE.read_text())
-    found = ctypes.PyDLL(compiled._name).let_raise  # keeps Python's lock
+    found = compiled_source.load(_SOURCE).let_raise
     found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_char_p), None
     return found

@@ -10,13 +10,12 @@ copied. It comes back without a copy, too, if it lands at an address with the sa
 chunk has a place of its own: those of a large tensor are spread over all stores.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from teraplan.errors import StorageError
+from teraplan.errors import StorageError, bare
 from teraplan.run_record import Direction
 from teraplan.runtime.storage.memory import copy_in, copy_out
 from teraplan.units import MIB
@@ -88,9 +87,7 @@ class Transfer:
     def raise_if_failed(self) -> None:
         """Raise its error, a new one each time: the frames that it passes would stay with it."""
         if self.error is not None:
-            raised = copy.copy(self.error)
-            raised.errno = self.error.errno
-            raise raised from self.error.__cause__
+            raise bare(self.error) from self.error.__cause__
 
     def mark_done(self) -> None:
         """Ends it: times, and everything it held is let go."""

@@ -13,7 +13,7 @@ from teraplan.library.machines import DEVICES, Machine
 from teraplan.library.models import MODELS, Workload, trace_of
 from teraplan.memory_curve import device_curve, peak
 from teraplan.step_trace import StepTrace
-from teraplan.trace_file import read_trace, too_large
+from teraplan.trace_file import excess, read_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +88,11 @@ def library_trace(workload: Workload, machine: Machine) -> StepTrace:
         ConfigError: it is, or there is no such model.
     """
     trace = trace_of(workload, machine)
-    why = too_large(trace)
-    if why:
-        raise ConfigError(f"the step is too large to be counted with: {why}; ask for a smaller one")
+    what, why = excess(trace)
+    if what:
+        raise ConfigError(
+            f"the step is too large to be counted with: {what} {why}; ask for a smaller one"
+        )
     return trace
 
 

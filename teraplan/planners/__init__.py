@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -121,19 +121,12 @@ def make_plan(
             return with_recomputed(plan_step(), plan_step) if recompute else plan_step()
         return plan_step(recomputations(trace, recompute))
 
-    others = [
+    allowed = [
         other
         for other in (candidates if not rules else ())
         if (recompute or not other.recomputed) and (split or not _splits(other))
     ]
-    remade = [_remade(other, kept) for other in others]
-    plans = [plan for plan in remade if plan is not None]
-    try:
-        plans.insert(0, found())
-    except InfeasibleBudgetError:
-        if not plans:
-            raise
-    plan = min(plans, key=lambda plan: plan.prediction.step_ns)
+    plan = _best(found, allowed, kept)
     bound_ns = _bound_ns(problem_of(plan.recomputed), tight_bound)
     return replace(plan, prediction=replace(plan.prediction, bound_ns=bound_ns))
 
@@ -200,12 +193,36 @@ def _predicted(plan: Plan) -> Plan | None:
     return replace(plan, prediction=predict(plan.trace, plan.hardware, *plan.choices))
 
 
-def _remade(candidate: Plan, problem: Problem) -> Plan | None:
-    """The candidate for another machine and budgets; None if it does not hold there."""
+def _best(found: Callable[[], Plan], candidates: Sequence[Plan], problem: Problem) -> Plan:
+    """What is found, or a candidate that holds and is faster.
+
+    Raises:
+        InfeasibleBudgetError: neither is there.
+    """
+    plan, infeasible = None, None
+    try:
+        plan = found()
+    except InfeasibleBudgetError as error:
+        infeasible = error
+    for other in candidates:
+        plan = _faster(other, problem, plan) or plan
+    if plan is None:
+        assert infeasible is not None, "one of both was found"
+        raise infeasible
+    return plan
+
+
+def _faster(candidate: Plan, problem: Problem, plan: Plan | None) -> Plan | None:
+    """The candidate for another machine and budgets; None if it does not hold there.
+
+    None, too, if that is not faster than `plan`.
+    """
     if candidate.trace != problem.trace:
         return None
     remade = _predicted(replace(candidate, hardware=problem.hardware, budgets=problem.budgets))
-    return None if remade is None or check_plan(remade) else remade
+    if remade is None or (plan and remade.prediction.step_ns >= plan.prediction.step_ns):
+        return None
+    return None if check_plan(remade) else remade
 
 
 def planner_named(policy: str) -> Planner:

@@ -1,0 +1,19 @@
+"""C++ for what PyTorch has no interface to in Python, compiled where it runs.
+
+By the toolchain that Inductor has for its kernels, in some seconds, and kept in Inductor's cache.
+"""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.codecache import CppCodeCache
+
+
+def load(source: Path) -> ctypes.PyDLL:
+    """The library made of a file; calls keep Python's lock: they are to be short."""
+    torch_lib = Path(torch.__path__[0]) / "lib" / "libc10.so"
+    ctypes.CDLL(str(torch_lib), mode=ctypes.RTLD_GLOBAL)  # the symbols that the source needs
+    compiled: Any = CppCodeCache.load(source.read_text())
+    return ctypes.PyDLL(compiled._name)
