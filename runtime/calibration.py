@@ -34,6 +34,16 @@ class Calibration:
     """Speed of all links in planned steps over what they have alone."""
     unplanned_wait_ns: int = 0
     """For training state that the trace does not know, in planned steps."""
+    contention_ns_per_byte: float = 0.0
+    """By which the computation takes longer for each byte that is moved beside it: what planned
+    steps were slower when that was first seen. Later that has other reasons, too."""
+
+    def when_moving(self, nbytes: int, before_bytes: int, measured_ns: int) -> "Calibration":
+        """For a plan that moves `nbytes`, where this is for one that moves `before_bytes`."""
+        more_ns = (nbytes - before_bytes) * self.contention_ns_per_byte
+        if not more_ns:
+            return self
+        return replace(self, slowdown=self.slowdown + more_ns / measured_ns)
 
     def is_like(self, other: "Calibration", step_ns: int) -> bool:
         """True if plans made with either are about the same."""
@@ -87,10 +97,14 @@ def calibrated(
     slowdown = max(computed_ns - again_ns, 1) / measured_ns
     unplanned_ns = int(statistics.median(_waited_ns(run, TRAINING_STATE) for run in chosen))
     change = _link_change(plan, slowdown / known.slowdown, took_ns - unplanned_ns)
+    contention = known.contention_ns_per_byte
+    if not contention and slowdown > 1 + _EQUAL and plan.prediction.moved_bytes:
+        contention = (slowdown - 1) * measured_ns / plan.prediction.moved_bytes
     found = Calibration(
         slowdown=slowdown,
         link_speed=known.link_speed * change,
         unplanned_wait_ns=unplanned_ns,
+        contention_ns_per_byte=contention,
     )
     return None if found.is_like(known, took_ns) else found
 

@@ -163,11 +163,26 @@ class Case:
 
     def follow(self, schedule: Schedule, *, anew: bool) -> None:
         """It comes into force; if it is only another prediction, runs go on counting."""
+        self.calibration = self.calibration_of(schedule.plan)
         self.schedule = schedule
         if anew:
             self.num_plans += 1
         else:
             self.runs_of = schedule
+
+    def calibration_of(self, plan: Plan) -> Calibration:
+        """For a plan that may move more or less than the one in force."""
+        if self.schedule is None or not self.durations_ns:
+            return self.calibration
+        now_bytes = self.schedule.plan.prediction.moved_bytes
+        return self.calibration.when_moving(
+            plan.prediction.moved_bytes, now_bytes, self._measured_ns
+        )
+
+    @property
+    def _measured_ns(self) -> int:
+        """Computation of the step; 0 if it has not been measured."""
+        return min(map(sum, self.durations_ns), default=0)
 
     def take_overhead(self, nbytes: int) -> None:
         """The process holds so much beside tensors now: what has come since is no tensor's."""
@@ -205,7 +220,7 @@ class Case:
             self.calibration,
             self.schedule.plan,
             self.runs,
-            min((sum(durations) for durations in self.durations_ns), default=0),
+            self._measured_ns,
             may_slow_down=may_slow_down,
         )
         if found is None:
@@ -214,7 +229,9 @@ class Case:
         self.calibrations += 1
         return True
 
-    def trace(self, *, torch_version: str, kernels: str) -> StepTrace:
+    def trace(
+        self, *, torch_version: str, kernels: str, slowdown: float | None = None
+    ) -> StepTrace:
         """The measured step: memory of the one step, times of the fastest of the others.
 
         What makes a step slower than another of its kind is no part of the computation: memory
@@ -232,4 +249,4 @@ class Case:
             kernels=kernels,
             recomputes={n: it for n, it in self.recomputes.items() if it is not None},
         )
-        return with_durations(measured, self.calibration.slowdown)
+        return with_durations(measured, self.calibration.slowdown if slowdown is None else slowdown)

@@ -137,8 +137,16 @@ class PlanMaker:
         self._reports.write_trace(case.number, trace)
         budgets = self._budgets(case, trace)
         recompute = _recomputed_by(like, trace)
-        make = partial(self._make_plan, trace, self._hardware(case), recompute=recompute)
+        make = partial(
+            self._make_plan,
+            trace,
+            self._hardware(case),
+            recompute=recompute,
+            contention_ns_per_byte=case.calibration.contention_ns_per_byte,
+        )
         plan = self._plan_within_wear(make, budgets)
+        if plan.prediction.moved_bytes * case.calibration.contention_ns_per_byte:
+            plan = self.predict_again(case, plan) or plan
         require_valid(plan)
         elapsed = format_ns(time.perf_counter_ns() - start_ns)
         log.info("planned %d sites in %s", len(trace.sites), elapsed)
@@ -146,7 +154,8 @@ class PlanMaker:
 
     def predict_again(self, case: Case, plan: Plan) -> Plan | None:
         """The choices of an older plan with what is known now; None if they no longer hold."""
-        return with_choices_of(plan, self._trace(case), self._hardware(case))
+        trace = self._trace(case, case.calibration_of(plan).slowdown)
+        return with_choices_of(plan, trace, self._hardware(case))
 
     def _plan_within_wear(self, make: Callable[[Budgets], Plan], budgets: Budgets) -> Plan:
         """A plan that writes no more to storage per day than `daily_writes` allows.
@@ -187,19 +196,24 @@ class PlanMaker:
         budgets: Budgets,
         *,
         recompute: bool | Sequence[int],
+        contention_ns_per_byte: float = 0.0,
     ) -> Plan:
+        make = partial(
+            make_plan,
+            trace,
+            hardware,
+            budgets,
+            policy=self._config.policy,
+            rules=self._rules(trace),
+            contention_ns_per_byte=contention_ns_per_byte,
+        )
         try:
-            return make_plan(
-                *(trace, hardware, budgets),
-                policy=self._config.policy,
-                rules=self._rules(trace),
-                recompute=recompute,
-            )
+            return make(recompute=recompute)
         except InfeasibleBudgetError:
             if isinstance(recompute, bool):
                 raise
         # What they are computed from has to stay for longer than the budget now allows.
-        return self._make_plan(trace, hardware, budgets, recompute=True)
+        return make(recompute=True)
 
     def _rules(self, trace: StepTrace) -> dict[str, Tier]:
         """Where training state goes if the device has only one way for it."""
@@ -236,8 +250,9 @@ class PlanMaker:
         largest = max((tensor.nbytes for tensor in trace.tensors), default=0)
         return least + _SAVED_AT_HAND * largest, int(device_curve(trace).max())
 
-    def _trace(self, case: Case) -> StepTrace:
-        return case.trace(torch_version=torch.__version__, kernels=self._config.kernels)
+    def _trace(self, case: Case, slowdown: float | None = None) -> StepTrace:
+        versions = {"torch_version": torch.__version__, "kernels": self._config.kernels}
+        return case.trace(**versions, slowdown=slowdown)
 
     def _require_feasible(self, case: Case) -> None:
         trace = self._trace(case)

@@ -3,7 +3,8 @@
 Where a graph has a recipe for one (`passes/recipes.py`), a plan may drop it at its `save`; at its
 `need` it is computed from other saved activations, which the plan has there by then. While steps
 are measured every recipe is rehearsed: right after the forward it is followed once, beside the
-tensor itself. That gives its time, and a recipe whose result differs in a bit is refused.
+tensor itself. That gives its time, and a recipe whose result differs in a bit is refused, for
+all tensors that are made in the same way.
 """
 
 import logging
@@ -58,6 +59,7 @@ class CompiledRecipe(Protocol):
 class Remake:
     """How the bytes of one saved activation can be computed again."""
 
+    program: str
     recipe: CompiledRecipe
     sources: tuple[int, ...]
     """Slots."""
@@ -83,7 +85,10 @@ class Recomputer:
     def __init__(self, device: Device, mover: Mover) -> None:
         self._device = device
         self._mover = mover
-        self._recipes: dict[str, CompiledRecipe] = {}
+        self._recipes: dict[str, CompiledRecipe | None] = {}
+        """By program; None if it gave other bits once, or cannot be compiled."""
+        self._tried: dict[str, list[int]] = {}
+        """Numbers of the tensors rehearsed in this step, by program."""
         self._views: dict[int, dict[int, View]] = {}
         self._waiting: list[Saved] = []
         """With recipes, saved by the call that runs, and not yet rehearsed."""
@@ -105,14 +110,18 @@ class Recomputer:
         start_ns, before = time.perf_counter_ns(), len(self._recipes)
         for program in wanted:
             if program not in self._recipes:
-                self._recipes[program] = compile_recipe(program)
+                try:
+                    self._recipes[program] = compile_recipe(program)
+                except Exception as error:  # noqa: BLE001  a compiler's own; training needs no recipe
+                    self._recipes[program] = None
+                    log.warning("what could be computed again moves instead: %s", error)
         if len(self._recipes) > before:
             elapsed_s = (time.perf_counter_ns() - start_ns) / 1e9
             log.info("compiled %d recipes in %.1f s", len(self._recipes) - before, elapsed_s)
 
     def begin_step(self, *, rehearsing: bool) -> None:
         """From here on, numbers of calls and of tensors are another step's."""
-        self._views, self._waiting = {}, []
+        self._views, self._waiting, self._tried = {}, [], {}
         self.rehearsing = rehearsing
         self.rehearsed = {}
         took_ns = sum(self._device.elapsed_ns(start, end) for start, end in self._marks)
@@ -131,14 +140,17 @@ class Recomputer:
         views = self._views.setdefault(view.call, {})
         views[slot] = view
         saved, recipe = view.saved, table.slots[slot].recipe
-        compiled = self._recipes.get(recipe.program) if recipe is not None else None
-        if recipe is None or compiled is None:
+        if recipe is None or recipe.program not in self._recipes:
+            return
+        compiled = self._recipes[recipe.program]
+        if compiled is None:
+            self.rehearsed[saved.order] = None
             return
         if saved.tokens > 1 or not _is_whole(x, saved, compiled.result_layout):
             saved.remake = None
             return
         saved.remake = Remake(
-            compiled, recipe.sources, views, tuple((t, t._version) for t in beside)
+            recipe.program, compiled, recipe.sources, views, tuple((t, t._version) for t in beside)
         )
         if self.rehearsing:
             self._waiting.append(saved)
@@ -155,7 +167,9 @@ class Recomputer:
             remake = saved.remake
             if remake is None:
                 continue
-            if set(remake.sources) <= set(remake.views):
+            if self._recipes[remake.program] is None:
+                self.rehearsed[saved.order] = None
+            elif set(remake.sources) <= set(remake.views):
                 self._rehearse(saved, remake, limit_bytes, bring)
             else:
                 self._waiting.append(saved)
@@ -215,6 +229,8 @@ class Recomputer:
             same = _same_bits(result, saved.tensor)
         if not same:
             log.info("%s: its recipe gives other bits", saved.name)
+            self._refuse(remake.program)
+        self._tried.setdefault(remake.program, []).append(saved.order)
         sources = dict.fromkeys(view.saved.order for view in remake.from_views)
         self.rehearsed[saved.order] = (
             Recompute(
@@ -225,6 +241,12 @@ class Recomputer:
             if same
             else None
         )
+
+    def _refuse(self, program: str) -> None:
+        """A bit that differs once may differ anywhere: no tensor is made in this way."""
+        self._recipes[program] = None
+        for number in self._tried.get(program, ()):
+            self.rehearsed[number] = None
 
     def _follow(self, remake: Remake) -> torch.Tensor:
         recipe = remake.recipe

@@ -125,7 +125,7 @@ class Config:
     update: Literal["step", "gradient"] = "step"
     """When parameters of a training state that moves are updated: in the optimizer's step, or in
     the backward as soon as a gradient is complete, where nothing else wants to see it."""
-    recompute: Literal["auto", "never"] = "never"
+    recompute: Literal["auto", "never"] = "auto"
     """Whether saved activations may be computed again in the backward: "auto": where a plan is
     predicted to be faster so, and every bit is equal."""
     strict: bool = False

@@ -111,6 +111,11 @@ class Prediction:
     nobody asked."""
 
     @property
+    def moved_bytes(self) -> int:
+        """Over all links, out and back."""
+        return sum(self.out_bytes.values()) + sum(self.back_bytes.values())
+
+    @property
     def gap(self) -> float | None:
         """By how much the step is longer than the bound, as a fraction; None without a bound."""
         return self.step_ns / self.bound_ns - 1 if self.bound_ns else None

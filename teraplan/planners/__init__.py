@@ -53,6 +53,7 @@ def make_plan(
     time_limit_s: float | None = None,
     tight_bound: bool = False,
     recompute: bool | Sequence[int] = True,
+    contention_ns_per_byte: float = 0.0,
     split: bool = True,
 ) -> Plan:
     """A plan for `trace` within `budgets`, accepted by the independent checker.
@@ -72,6 +73,8 @@ def make_plan(
             about as long as planning.
         recompute: let "teraplan" compute activations again where the trace says how and that is
             faster, or exactly those with these ids. Not looked at if there are rules.
+        contention_ns_per_byte: by which the computation takes longer for each byte that is moved
+            beside it, out or back: then it can be faster to compute again what nobody waits for.
         split: let "teraplan" split tensors between host memory and storage.
 
     Raises:
@@ -117,9 +120,12 @@ def make_plan(
     def found() -> Plan:
         if planner is not plan_by_stalls or rules:
             return plan_step()
-        if isinstance(recompute, bool):
-            return with_recomputed(plan_step(), plan_step) if recompute else plan_step()
-        return plan_step(recomputations(trace, recompute))
+        if not isinstance(recompute, bool):
+            return plan_step(recomputations(trace, recompute))
+        kept = plan_step()
+        if not recompute:
+            return kept
+        return with_recomputed(kept, plan_step, contention_ns_per_byte=contention_ns_per_byte)
 
     allowed = [
         other

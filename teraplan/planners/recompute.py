@@ -5,6 +5,9 @@
 Each set makes another step of the trace (`recomputed_step`), which is planned like any other. Of
 the candidates in order all are tried, then half, then parts nearer and nearer to the best. The plan
 in which everything is kept stays unless another is faster by more than measurements are off.
+
+Where copies and computation share cores, what is moved makes the computation slower even if nobody
+waits for it. What is computed again is not moved; so it can be faster there, too.
 """
 
 from collections import Counter
@@ -27,10 +30,25 @@ PlanStep = Callable[[tuple[Recomputation, ...]], Plan]
 """A plan in which these tensors are computed again."""
 
 
-def with_recomputed(kept: Plan, plan_step: PlanStep) -> Plan:
-    """`kept`, or a faster plan for the same budgets that computes some activations again."""
+def with_recomputed(
+    kept: Plan, plan_step: PlanStep, *, contention_ns_per_byte: float = 0.0
+) -> Plan:
+    """`kept`, or a faster plan for the same budgets that computes some activations again.
+
+    Args:
+        kept: computes nothing again.
+        plan_step: makes other plans.
+        contention_ns_per_byte: by which the computation takes longer for each byte that is moved
+            beside it. What `kept` moves is in the times of its trace.
+    """
     trace = kept.trace
-    if kept.prediction.step_ns <= trace.duration_ns * (1 + _WORTH):
+
+    def takes_ns(plan: Plan) -> int:
+        less_bytes = kept.prediction.moved_bytes - plan.prediction.moved_bytes
+        return plan.prediction.step_ns - int(less_bytes * contention_ns_per_byte)
+
+    moving_ns = int(kept.prediction.moved_bytes * contention_ns_per_byte)
+    if takes_ns(kept) + moving_ns <= trace.duration_ns * (1 + _WORTH):
         return kept
     ranked = _ranked(kept)
     if not ranked:
@@ -45,14 +63,14 @@ def with_recomputed(kept: Plan, plan_step: PlanStep) -> Plan:
                 plans[part] = plan_step(chosen)
             except InfeasibleBudgetError:  # what they are computed from has to stay for longer
                 plans[part] = kept
-        return plans[part].prediction.step_ns
+        return takes_ns(plans[part])
 
     best, stride = min((_PARTS, _PARTS // 2), key=step_ns), _PARTS // 4
     while stride and len(trace.sites) <= _MANY_SITES:
         near = (best, best - stride, best + stride)
         best = min((part for part in near if 0 < part <= _PARTS), key=step_ns)
         stride //= 2
-    if step_ns(best) > kept.prediction.step_ns * (1 - _WORTH):
+    if step_ns(best) > takes_ns(kept) * (1 - _WORTH):
         return kept
     return plans[best]
 

@@ -15,7 +15,8 @@ from teraplan.errors import PlanMismatchError, UnsupportedError
 from teraplan.passes import recipes
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan
-from teraplan.runtime import feedback
+from teraplan.runtime import case, feedback
+from teraplan.runtime.calibration import Calibration
 from teraplan.runtime.recompute import Remake
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_moving, states
 from tests.end_to_end.training import (
@@ -137,13 +138,52 @@ def test_beside_a_training_state_that_moves(kernels: str, update: str) -> None:
 
 @pytest.mark.slow
 def test_never_is_never(reference: Run) -> None:
-    limited = tight(gpt_training(), reference, 0.7)
+    limited = tight(gpt_training(), reference, 0.7, recompute="never")
     assert_same(reference, limited)
     assert limited.final.recomputed == 0
     (session,) = sessions()
     assert session.config.recompute == "never"
     assert session.active is not None
     assert not session.active.recomputes
+
+
+def slowed_down(
+    known: Calibration, plan: Plan, *_: object, may_slow_down: bool
+) -> Calibration | None:
+    """As if steps under the first plan took twice as long because of what they move."""
+    if known != Calibration() or not may_slow_down:
+        return None
+    twice_ns = plan.trace.duration_ns / plan.prediction.moved_bytes
+    return Calibration(slowdown=2.0, contention_ns_per_byte=twice_ns)
+
+
+@pytest.mark.slow
+def test_where_moving_slows_the_computation_down(
+    reference: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next plan moves less, and expects to be slowed down less."""
+    plan_with_storage(monkeypatch, link_of(1 << 40))
+    monkeypatch.setattr(feedback, "_COMPARED_AFTER", (2,))
+    monkeypatch.setattr(feedback, "_SLOWER", 100)
+    monkeypatch.setattr(case, "calibrated", slowed_down)
+    limited = tight(gpt_training(), reference, 0.7)
+    assert_same(reference, limited)
+    assert limited.final.plans == 2
+    assert limited.final.recomputed > 0
+    assert 1.0 < limited.final.slowdown < 2.0
+
+
+def no_compiler(program: str, *, fused: bool) -> recipes.CompiledRecipe:
+    raise RuntimeError(f"{len(program)} characters, fused: {fused}")
+
+
+@pytest.mark.slow
+def test_recipes_that_cannot_be_compiled(reference: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teraplan.backend.compile_recipe", no_compiler)
+    limited = tight(gpt_training(), reference, 0.7)
+    assert_same(reference, limited)
+    assert limited.final.recomputed == 0
+    assert sum(limited.final.bytes_out.values()) > 0
 
 
 @pytest.mark.slow
@@ -164,11 +204,16 @@ def test_gradients_accumulated_over_batches() -> None:
 
 
 def wrong_bits(program: str, *, fused: bool) -> recipes.CompiledRecipe:
-    """A recipe that is off by the last bit of one element."""
+    """A recipe that is off by the last bit of one element, from its second use on."""
     right = recipes.compile_recipe(program, fused=fused)
+    uses = 0
 
     def run(values: Sequence[Tensor], result: Tensor) -> None:
+        nonlocal uses
         right.run(values, result)
+        uses += 1
+        if uses == 1:
+            return
         result.view(torch.int32).flatten()[-1] ^= 1
 
     return dataclasses.replace(right, run=run)

@@ -141,6 +141,21 @@ def test_one_that_needs_too_much_does_not_hide_the_others() -> None:
     assert plan.prediction.step_ns < kept.prediction.step_ns
 
 
+def test_what_moving_takes_from_the_computation_counts() -> None:
+    """Nobody waits for these links; but what they carry makes the computation slower."""
+    trace, fast = with_recipes(), machine(1 << 40)
+    kept = make_plan(trace, fast, half(trace))
+    assert not kept.recomputed, "nothing is to be won"
+    assert kept.prediction.step_ns < 1.01 * trace.duration_ns
+    moved_bytes = kept.prediction.moved_bytes
+    plan = make_plan(trace, fast, half(trace), contention_ns_per_byte=100 * MS / moved_bytes)
+    assert plan.recomputed
+    won_ns = 100 * MS - 100 * MS * plan.prediction.moved_bytes // moved_bytes
+    assert plan.prediction.step_ns - kept.prediction.step_ns < won_ns
+    little = make_plan(trace, fast, half(trace), contention_ns_per_byte=MS / moved_bytes)
+    assert little == kept, "computing again takes more"
+
+
 def test_one_that_is_needed_at_the_very_end_takes_nothing() -> None:
     trace = with_recipes()
     tensor, end = trace.tensors[GELU], len(trace.sites)

@@ -78,6 +78,30 @@ def test_what_is_known_is_the_base(plan: Plan) -> None:
     assert found.link_speed == pytest.approx(0.4, rel=0.05)
 
 
+def test_what_moving_takes_from_the_computation(plan: Plan) -> None:
+    """It is learned once; a plan that moves half as much is slowed down half as much."""
+    moved, measured_ns = plan.prediction.moved_bytes, plan.trace.duration_ns
+    found = learned(plan, runs_of(plan, plan.hardware, 1.6), Calibration())
+    assert found is not None
+    assert found.contention_ns_per_byte == pytest.approx(0.6 * measured_ns / moved, rel=0.05)
+    less = found.when_moving(moved // 2, moved, measured_ns)
+    assert less.slowdown == pytest.approx(1.3, rel=0.01)
+    assert less.when_moving(moved, moved // 2, measured_ns).slowdown == pytest.approx(1.6, rel=0.01)
+    again = make_plan_of(plan, found)
+    later = learned(again, runs_of(plan, plan.hardware, 2.0), found)
+    assert later is not None
+    assert later.slowdown == pytest.approx(2.0, rel=0.01)
+    assert later.contention_ns_per_byte == found.contention_ns_per_byte
+
+
+def test_steps_that_move_nothing_are_slower_for_other_reasons(plan: Plan) -> None:
+    moves_nothing = make_plan(plan.trace, plan.hardware, budgets(1 << 50))
+    found = learned(moves_nothing, runs_of(moves_nothing, plan.hardware, 1.5), Calibration())
+    assert found is not None
+    assert found.contention_ns_per_byte == 0
+    assert found.when_moving(1 << 30, 0, 1) == found
+
+
 def test_links_that_nobody_waits_for_are_as_before(plan: Plan) -> None:
     moved_nothing = make_plan(plan.trace, plan.hardware, budgets(1 << 50))
     found = learned(moved_nothing, runs_of(moved_nothing, plan.hardware, 1.5), Calibration())
