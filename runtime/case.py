@@ -8,10 +8,12 @@ from teraplan.hardware import Budgets
 from teraplan.plan import Plan
 from teraplan.run_record import RunRecord
 from teraplan.runtime.calibration import Calibration, calibrated, with_durations
+from teraplan.runtime.device import MEASURED_WITHIN_BYTES
 from teraplan.runtime.recorder import Signature, StepRecorder
 from teraplan.runtime.schedule import Schedule
 from teraplan.runtime.state.block import Block
 from teraplan.step_trace import Recompute, StepTrace
+from teraplan.units import format_nbytes
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +21,9 @@ _KEPT_RUNS = 64
 _MAX_ODD = 3
 """Measured steps in a row with a forward that no backward follows which are not taken for the usual
 ones, if memory is too little for them."""
+_MAX_GROWN = 2
+"""Steps in which the process has grown for good that are measured once more."""
+_GROWN_FRACTION = 0.01
 _MAX_ATTEMPTS = 4
 """Measurements of unequal steps before a kind of step counts as one that never repeats."""
 
@@ -71,6 +76,8 @@ class Case:
     gave_back: bool = False
     """Too much had been held back."""
     attempts: int = 0
+    num_grown: int = 0
+    """Of the steps in which memory was measured, those in which the process has grown."""
     num_odd: int = 0
     """Of the latest measured steps, those that were taken for odd ones."""
     runs: list[RunRecord] = field(default_factory=list[RunRecord])
@@ -114,6 +121,18 @@ class Case:
     def measured(self, num_steps: int) -> bool:
         """True if memory and at least `num_steps` steps' times have been measured."""
         return self.memory is not None and len(self.durations_ns) >= num_steps
+
+    def lets_grow(self, recorder: StepRecorder) -> bool:
+        """True if memory is to be measured again: the process holds more now, beside tensors.
+
+        It has loaded code or compiled something, and each interval would seem to take that.
+        """
+        usual = MEASURED_WITHIN_BYTES + int(recorder.state_bytes * _GROWN_FRACTION)
+        if recorder.grown_bytes <= usual or self.num_grown >= _MAX_GROWN:
+            return False
+        self.num_grown += 1
+        log.info("the process has grown by %s: once more", format_nbytes(recorder.grown_bytes))
+        return True
 
     def add(self, recorder: StepRecorder) -> None:
         """Take in a finished step."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from teraplan.runtime.cuda_runtime import Event
+from teraplan.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class EventWaiter:
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def when(self, event: Event, then: Then | None = None, *, keep: object = None) -> None:
         """Call `then` after `event`; until then hold on to `keep` (memory that a copy uses)."""

@@ -87,6 +87,8 @@ class StepRecorder:
         self._sites_at_end = -1
         self._peak_at_end = 0
         """The most until a possible end since the last site; all of the step, if not measured."""
+        self.grown_bytes = 0
+        """By which the process holds more beside tensors than when the step began, if measured."""
 
     @property
     def num_sites(self) -> int:
@@ -158,6 +160,8 @@ class StepRecorder:
         """
         if self.measure_memory:
             self._peak_at_end = self._take_peak()
+            self.grown_bytes = self._device.overhead_bytes() - self.process_overhead_bytes
+            self._device.take_peak()  # what counting takes is no step's
         else:
             self._peak_at_end = self._device.peak_bytes()
         self._end_mark = self._device.mark()

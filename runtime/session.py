@@ -132,6 +132,7 @@ class Session:
 
     def optimizer_stepped(self) -> None:
         """Some optimizer has updated its parameters."""
+        self._compiles_entered = self._compiles  # also what saves nothing, as an evaluation
         self._bounds.optimizer_stepped()
 
     def end_call(self) -> None:
@@ -242,7 +243,7 @@ class Session:
         faults = self._take_faults()
         if case.schedule is not None:
             self._finish_planned_step(case, recorder)
-        elif not compiled and not self._rehearses and case.repeats:
+        elif not (compiled or self._rehearses or case.lets_grow(recorder)) and case.repeats:
             case.add(recorder)
             case.add_rehearsed(self.engine.recomputer.rehearsed)
             if self._shares.may_divide_again(case):

@@ -31,6 +31,7 @@ from teraplan.runtime.event_waiter import EventWaiter
 from teraplan.runtime.pinned_pool import Lease, PinnedPool
 from teraplan.runtime.staged import Incoming, Outgoing, Piece, Read
 from teraplan.runtime.storage import Storage
+from teraplan.runtime.threads import start_thread
 from teraplan.units import MIB, format_nbytes
 
 _log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Staging:
         self._starting = threading.Lock()
         self._closed = False
         self._conductor = threading.Thread(target=self._conduct, name="teraplan-turn", daemon=True)
-        self._conductor.start()
+        start_thread(self._conductor)
 
     # -- called by the thread that computes ----------------------------------------------------
 

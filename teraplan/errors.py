@@ -86,6 +86,10 @@ class IntegrityError(StorageError):
     """The bytes that came back from storage are not the bytes that left."""
 
 
+class ThreadLimitError(TeraplanError, RuntimeError):
+    """The process may have no more threads."""
+
+
 class DeadlineError(TeraplanError, TimeoutError):
     """A wait took longer than its deadline."""
 

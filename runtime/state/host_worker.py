@@ -6,6 +6,7 @@ from queue import SimpleQueue
 
 from teraplan.errors import DeadlineError, HostUpdateError
 from teraplan.runtime.state.host_step import HostStep
+from teraplan.runtime.threads import start_thread
 
 _LOOK_S = 0.05
 
@@ -25,7 +26,7 @@ class HostWorker:
             self._thread = threading.Thread(
                 target=_work, args=(self._queue,), name="teraplan-host-updates", daemon=True
             )
-            self._thread.start()
+            start_thread(self._thread)
         self._queue.put(step)
 
     def join(self, step: HostStep) -> None:

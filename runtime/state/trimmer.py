@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from teraplan.runtime import pages, process_memory
+from teraplan.runtime.threads import start_thread
 
 if TYPE_CHECKING:
     from teraplan.runtime.state.page_memory import PageMemory
@@ -30,7 +31,7 @@ class Trimmer:
         self._thread = threading.Thread(
             target=_run, args=(self._memory, self._closed), name="teraplan-trim", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread)
 
     def drop_all(self) -> None:
         """Take out of memory now what has been touched."""

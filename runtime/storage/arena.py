@@ -8,9 +8,11 @@ import errno
 import logging
 import os
 from abc import ABC, abstractmethod
+from functools import partial
 from os import posix_fallocate
 from pathlib import Path
 
+from teraplan.runtime.storage.bounded_call import BoundedCall
 from teraplan.runtime.storage.file_system import available_bytes
 from teraplan.runtime.storage.memory import digest
 from teraplan.units import MIB
@@ -37,6 +39,7 @@ class Arena(ABC):
         grow_bytes: what the file grows by at least, if there is so much.
         room: what people call the space that the file grows into: "free on disk".
         remedy: what people can do where the file cannot grow.
+        patience_s: how long a disk may take to make the file longer.
     """
 
     path: str
@@ -47,8 +50,16 @@ class Arena(ABC):
     room: str = "free on disk"
     remedy: str = "free space there, or name another storage directory"
 
+    patience_s: float = 60.0
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._growth = BoundedCall()
+
+    @property
+    def hangs(self) -> bool:
+        """True if the disk does not answer, and may still do something with the file."""
+        return self._growth.hangs
 
     @abstractmethod
     def write(self, address: int, nbytes: int, offset: int) -> None:
@@ -66,8 +77,12 @@ class Arena(ABC):
         """Makes the file of `size_bytes` longer by `nbytes`, with blocks behind it.
 
         Raises:
-            OSError: ENOSPC, EDQUOT or EFBIG; the file is then as before.
+            OSError: ENOSPC, EDQUOT or EFBIG; the file is then as before. ETIMEDOUT: the disk does
+                not answer.
         """
+        self._growth.make(partial(self._grow, size_bytes, nbytes), self.patience_s)
+
+    def _grow(self, size_bytes: int, nbytes: int) -> None:
         try:
             posix_fallocate(self.fd, size_bytes, nbytes)
         except OSError as error:

@@ -12,6 +12,7 @@ from teraplan.runtime.storage.placement import place_one
 from teraplan.runtime.storage.store import Store
 from teraplan.runtime.storage.transfers import CHUNK_BYTES, Chunk
 
+_A_WHILE_S = 0.001
 _WORTH_TAKING = 1.5
 """A queued write goes to an idle store that needs less time for it by this factor."""
 
@@ -47,7 +48,7 @@ class Balance:
         now_ns, nbytes = perf_counter_ns(), chunk.nbytes
         others = [one for one in self.stores if one is not store and one.why_retired is None]
         best = min(others, key=lambda one: one.finish_ns(nbytes, now_ns), default=store)
-        if best.finish_ns(nbytes, now_ns) >= store.duration_ns(nbytes):
+        if best.finish_ns(nbytes, now_ns) >= store.duration_ns(nbytes, now_ns):
             return False
         if not self._write_in(chunk, [best], chunk.failed_in):
             return False
@@ -75,10 +76,18 @@ class Balance:
         self.stores[where.store].add(transfer, [chunk.moved(where, failed_in)])
         return True
 
+    def stuck_in_s(self, deadline_s: float) -> float:
+        """So long until a chunk that is being moved now counts as stuck; longer than a while."""
+        now_ns = perf_counter_ns()
+        ages_s = [(now_ns - c.start_ns) / 1e9 for s in self.stores for c in s.running.values()]
+        until_s = [left_s for age_s in ages_s if (left_s := deadline_s / 2 - age_s) > 0]
+        return min(until_s, default=deadline_s) + _A_WHILE_S
+
     def leave_stuck_stores(self, deadline_s: float, idle_s: float) -> None:
         """Retires stores in which a chunk takes too long, and writes elsewhere.
 
-        The last store that works may take all of the deadline, others half of it.
+        The last store that works may take all of the deadline, others half of it. What is written
+        elsewhere begins anew.
         """
         before_ns = perf_counter_ns() - int(deadline_s / 2 * 1e9)
         for store in self.stores:
@@ -91,7 +100,10 @@ class Balance:
                 # Its worker may still read the memory, so the memory has to stay.
                 if not chunk.abandoned and self.try_elsewhere(chunk):
                     chunk.abandoned, chunk.owner = True, chunk.transfer.owner
+                    chunk.transfer.progress_ns = perf_counter_ns()
             for chunk in store.empty_queue():
-                if not self.try_elsewhere(chunk):
+                if self.try_elsewhere(chunk):
+                    chunk.transfer.progress_ns = perf_counter_ns()
+                else:
                     chunk.taken = False
                     store.add(chunk.transfer, [chunk])

@@ -13,17 +13,18 @@ def deadline_text(transfer: Transfer, what: str, began_ns: int, stores: Sequence
     """What a wait for `transfer` since `began_ns` says when it gives up. With the lock held."""
     verb = "read" if transfer.direction is Direction.BACK else "write"
     record = transfer.record
-    used = {one.store for one in record.places} if record is not None else set()
+    places = record.places if record is not None else []
+    used = [store for store in stores if any(one.store == store.index for one in places)]
+    names = " + ".join(store.name for store in used) or transfer.store
     states = "; ".join(
         f"{len(store.running)} chunks running, {len(store.queue)} queued, last finished "
         f"operation: {store.last_operation}"
         + (f", out of use: {store.why_retired}" if store.why_retired else "")
-        for store in stores
-        if store.index in used
+        for store in used
     )
     return (
         f"{what}: waited {format_ns(perf_counter_ns() - began_ns)} for the {verb} of "
-        f"{transfer.label} ({format_nbytes(transfer.nbytes)}) in {transfer.store}; {states}. "
+        f"{transfer.label} ({format_nbytes(transfer.nbytes)}) in {names}; {states}. "
         "The disk hangs or is very slow; if that is expected, raise the deadline"
     )
 

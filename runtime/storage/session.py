@@ -71,6 +71,8 @@ class Storage:
     ) -> None:
         self.encrypts = encrypt
         self._opened = tuple(opened)
+        for one in opened:  # as long as a write may take, before another directory is asked
+            one.arena.patience_s = deadline_s / 2 if len(opened) > 1 else deadline_s
         self.deadline_s, self.checks = deadline_s, checksum
         self._owner_pid = os.getpid()
         self._closed = False
@@ -324,6 +326,8 @@ def _info(
     fallbacks = opened.fallbacks
     if store.why_retired is not None:
         fallbacks += (f"nothing more is written to {store.name}: {store.why_retired}",)
+    elif opened.arena.hangs:
+        fallbacks += (f"{store.name} does not answer, and its spill file does not grow",)
     return StoreInfo(
         directory=opened.directory,
         path=opened.arena.path,

@@ -32,6 +32,7 @@ class Space:
 
         Raises:
             StorageFullError: the disk is full; nothing has changed.
+            StorageError: the file cannot grow, or the disk does not answer (ETIMEDOUT).
         """
         missing = self._extents.missing_bytes(nbytes)
         if missing:
@@ -51,10 +52,12 @@ class Space:
                 self._arena.grow(self._extents.size_bytes, step)
             except OSError as error:
                 if error.errno not in FULL:
-                    raise StorageError(
+                    named = StorageError(
                         f"{label}: the spill file in {self._directory} cannot grow by "
                         f"{format_nbytes(step)}: {error.strerror}"
-                    ) from error
+                    )
+                    named.errno = error.errno
+                    raise named from error
                 cause = error
             else:
                 self._extents.extend(step)

@@ -24,6 +24,7 @@ from teraplan.runtime.storage.space import Space
 from teraplan.runtime.storage.speed import Speed
 from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
 from teraplan.runtime.storage.work_queue import WorkQueue
+from teraplan.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ _GONE = frozenset(
     {errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EBADF, errno.ENOTCONN}
 )
 """After one of these a store is not tried again."""
+_LONG_NS = 100_000_000
+"""For so long nobody holds the lock, unless a file is made longer."""
 _MOST_FAILURES = 3
 """Failed writes, none in between that went well, after which a store is not tried again."""
 
@@ -79,6 +82,7 @@ class Store:
 
     Attributes:
         why_retired: why nothing new is written here, None as long as all is well.
+        held_until_ns: until then the lock was held for long, while the file was made longer.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Store:
         self.running: dict[int, Chunk] = {}
         self.last_operation = "none yet"
         self.why_retired: str | None = None
+        self.held_until_ns = 0
         self.space = Space(directory, arena)
         self._checksum, self._reports = checksum, reports
         self._lock = lock
@@ -107,7 +112,7 @@ class Store:
         self._urgent_work = threading.Condition(lock)
         self._speed = Speed()
         self._num_failures = 0
-        self._is_back_when_it_moves = False
+        self._is_back_when_it_moves = self._hung = False
         self._open = True
         self.threads = [
             threading.Thread(
@@ -121,9 +126,13 @@ class Store:
         ]
 
     def start(self) -> None:
-        """Starts the workers."""
+        """Starts the workers.
+
+        Raises:
+            ThreadLimitError: the process may have no more threads.
+        """
         for thread in self.threads:
-            thread.start()
+            start_thread(thread)
 
     # ---- room -----------------------------------------------------------------------------------
 
@@ -134,11 +143,22 @@ class Store:
             StorageFullError: there is no room.
             StorageError: the file cannot grow.
         """
+        began_ns = perf_counter_ns()
         try:
-            return self.space.take(nbytes, label, id(record))
+            offset = self.space.take(nbytes, label, id(record))
         except StorageError as error:
-            self._note_failure(error)
+            if not self.arena.hangs:
+                self._note_failure(error)
+            elif not self._hung:
+                self._hung = True
+                _log.error("storage: %s", error)
             raise
+        finally:
+            now_ns = perf_counter_ns()
+            if now_ns - began_ns > _LONG_NS:
+                self.held_until_ns = now_ns
+        self._hung = False
+        return offset
 
     def give_back(self, record: Record) -> None:
         """Frees what the record has here."""
@@ -149,11 +169,12 @@ class Store:
     def finish_ns(self, nbytes: int, now_ns: int) -> int:
         """About how long it will take until `nbytes` beyond what is queued have been moved."""
         oldest_ns = min((chunk.start_ns for chunk in self.running.values()), default=now_ns)
-        return self._speed.duration_ns(self.pending_bytes + nbytes) + now_ns - oldest_ns
+        moved_ns = self._speed.duration_ns(self.pending_bytes + nbytes, now_ns)
+        return moved_ns + now_ns - oldest_ns
 
-    def duration_ns(self, nbytes: int) -> int:
+    def duration_ns(self, nbytes: int, now_ns: int) -> int:
         """About how long `nbytes` take here."""
-        return self._speed.duration_ns(nbytes)
+        return self._speed.duration_ns(nbytes, now_ns)
 
     def add(self, transfer: Transfer, chunks: Iterable[Chunk]) -> None:
         """Queues chunks of `transfer`."""
@@ -235,9 +256,9 @@ class Store:
 
     def close(self, until_ns: int) -> None:
         """Waits for the workers and deletes the file. Not with the lock held."""
-        for thread in self.threads:
+        for thread in filter(threading.Thread.is_alive, self.threads):
             thread.join(max(0.0, (until_ns - perf_counter_ns()) / 1e9))
-        if any(thread.is_alive() for thread in self.threads):
+        if any(thread.is_alive() for thread in self.threads) or self.arena.hangs:
             # Closing now could let the stuck call write to whatever file gets the number next.
             _log.warning("I/O in %s hangs; its file stays open until the process ends", self.name)
             return

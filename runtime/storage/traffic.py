@@ -26,6 +26,8 @@ from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
 
 After = Callable[[], object] | None
 """Called by a worker before it touches the memory."""
+_START_S = 10.0
+"""Idle workers have ended long before."""
 
 
 class Traffic:
@@ -59,8 +61,12 @@ class Traffic:
             for index, one in enumerate(opened)
         )
         self._balance = Balance(self.stores, is_open=lambda: self._closed_because is None)
-        for store in self.stores:  # not earlier: workers look at each other's queues
-            store.start()
+        try:
+            for store in self.stores:  # not earlier: workers look at each other's queues
+                store.start()
+        except BaseException:
+            self.close(_START_S)
+            raise
 
     # ---- called by the session ------------------------------------------------------------------
 
@@ -154,14 +160,13 @@ class Traffic:
             while not transfer.done:
                 if self._worker_died:
                     raise StorageError(f"{what}: {transfer.label}: {self._closed_because}")
-                last_ns = max(began_ns, self._progress_ns(transfer))
-                idle_s = (perf_counter_ns() - last_ns) / 1e9
+                idle_s = self._idle_s(transfer, began_ns)
                 if idle_s >= deadline_s / 2:
                     self._balance.leave_stuck_stores(deadline_s, idle_s)
+                    idle_s = self._idle_s(transfer, began_ns)  # elsewhere it begins anew
                 if idle_s >= deadline_s:
                     raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
-                half_s = deadline_s / 2 - idle_s
-                self._ended.wait(half_s if half_s > 0 else deadline_s - idle_s)
+                self._ended.wait(self._patience_s(idle_s, deadline_s))
         transfer.raise_if_failed()
         return perf_counter_ns() - began_ns
 
@@ -289,9 +294,17 @@ class Traffic:
             for index in {one.store for one in record.places}:
                 self.stores[index].promote(transfer)
 
-    def _progress_ns(self, transfer: Transfer) -> int:
+    def _idle_s(self, transfer: Transfer, began_ns: int) -> float:
+        """For so long nothing of the transfer has moved for somebody who waits since `began_ns`."""
         write = transfer.record.write if transfer.record is not None else transfer
-        return max(transfer.progress_ns, write.progress_ns)
+        held_until_ns = max(store.held_until_ns for store in self.stores)
+        last_ns = max(began_ns, transfer.progress_ns, write.progress_ns, held_until_ns)
+        return (perf_counter_ns() - last_ns) / 1e9
+
+    def _patience_s(self, idle_s: float, deadline_s: float) -> float:
+        """Until a store may be stuck, or the deadline is over."""
+        half_s, rest_s = deadline_s / 2 - idle_s, deadline_s - idle_s
+        return half_s if half_s > 0 else min(rest_s, self._balance.stuck_in_s(deadline_s))
 
     def _free_dropped(self) -> None:
         while self._drops:

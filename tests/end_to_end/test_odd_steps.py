@@ -42,6 +42,41 @@ def test_batches_that_are_passed_over(bad: tuple[int, ...]) -> None:
     assert limited.final.phase == "planned"
 
 
+def growing(when: int, what: str) -> Program:
+    """A program that takes memory for good in the step `when`, between forward and backward."""
+
+    def program(this: Run) -> None:
+        net, kept = MLP(), list[str]()
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for number in range(STEPS):
+            loss = net(*net.batch(number))
+            if number >= when and what == "evaluates":
+                with torch.no_grad():
+                    net(net.batch(number)[0][:77])
+            elif number == when and what == "loads":
+                kept.extend(str(i) * 3 for i in range(200_000))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    return program
+
+
+@pytest.mark.parametrize("what", ["evaluates", "loads"])
+@pytest.mark.parametrize("when", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_a_process_takes_for_good_is_no_need_of_a_step(what: str, when: int) -> None:
+    """Code that is compiled for an evaluation, what a program keeps: neither comes every step."""
+    plain = tight(growing(STEPS, what), unlimited(growing(STEPS, what)), 0.5)
+    program = growing(when, what)
+    limited = run(program, **plain.options)
+    assert limited.final.phase == "planned"
+    usual = plain.final.unlimited_peak_bytes
+    assert limited.final.unlimited_peak_bytes < 1.1 * usual
+    assert_same(unlimited(program), limited)
+
+
 def watched(this: Run) -> None:
     """Evaluates without `no_grad` before each step, and keeps the loss until the next one."""
     net = MLP()

@@ -5,13 +5,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teraplan.errors import StorageError, StorageFullError
+from teraplan.errors import StorageError, StorageFullError, ThreadLimitError
 from teraplan.runtime.storage import Record, Storage, arena, posix_arena
 from teraplan.runtime.storage.speed import Speed
 from teraplan.units import MIB
@@ -216,6 +217,87 @@ def test_all_full_is_said_and_nothing_is_taken(
 
 
 @pytest.fixture
+def no_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[int], threading.Event]]:
+    """Descriptors of files that do not grow until the event is set."""
+    hanging: set[int] = set()
+    gate = threading.Event()
+
+    def grow(fd: int, offset: int, nbytes: int) -> None:
+        if fd in hanging:
+            gate.wait(30)
+        os.posix_fallocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(arena, "posix_fallocate", grow)
+    yield hanging, gate
+    gate.set()
+
+
+def test_a_store_that_does_not_answer_is_passed_over(
+    open_in: Callable[..., Storage],
+    memory: Memory,
+    read_back: ReadBack,
+    no_answer: tuple[set[int], threading.Event],
+) -> None:
+    hanging, gate = no_answer
+    tensor = memory(20 * MIB, 64, seed=1)
+    with open_in(2, deadline_s=1.0) as storage:
+        hanging.add(_fd_of(storage, 0))
+        records = [_put(storage, tensor) for _ in range(3)]
+        assert {place.store for record in records for place in record.places} == {1}
+        for record in records:
+            storage.wait(record.write, what="the test")
+        (fallback,) = storage.stores[0].fallbacks
+        assert fallback.endswith("store0 does not answer, and its spill file does not grow")
+        assert storage.stores[0].in_use
+        gate.set()
+        while storage.traffic.stores[0].arena.hangs:
+            time.sleep(0.01)
+        again = [_put(storage, tensor) for _ in range(4)]
+        assert {place.store for record in again for place in record.places} == {0, 1}
+        for record in (*records, *again):
+            assert np.array_equal(read_back(storage, record), tensor)
+        assert not storage.stores[0].fallbacks
+
+
+def test_an_only_store_that_does_not_answer_is_an_error(
+    open_in: Callable[..., Storage],
+    memory: Memory,
+    read_back: ReadBack,
+    no_answer: tuple[set[int], threading.Event],
+) -> None:
+    hanging, gate = no_answer
+    tensor = memory(20 * MIB, 64, seed=1)
+    with open_in(1, deadline_s=0.3) as storage:
+        hanging.add(_fd_of(storage, 0))
+        for why in ("no answer within 300.00 ms", "still no answer", "still no answer"):
+            with pytest.raises(StorageError, match=f"act: the spill file in .* cannot .*: {why}"):
+                _put(storage, tensor)
+        assert storage.bytes_in_use == 0
+        gate.set()
+        while storage.traffic.stores[0].arena.hangs:
+            time.sleep(0.01)
+        assert np.array_equal(read_back(storage, _put(storage, tensor)), tensor)
+
+
+def test_a_file_that_a_disk_still_has_is_not_closed(
+    open_in: Callable[..., Storage], memory: Memory, no_answer: tuple[set[int], threading.Event]
+) -> None:
+    """The number would be another file's, which the call that hangs might cut."""
+    hanging, gate = no_answer
+    storage = open_in(1, deadline_s=0.1)
+    hanging.add(fd := _fd_of(storage, 0))
+    with pytest.raises(StorageError, match="no answer"):
+        _put(storage, memory(MIB))
+    storage.close()
+    os.fstat(fd)
+    gate.set()
+    last = storage.traffic.stores[0].arena
+    while last.hangs:
+        time.sleep(0.01)
+    last.close()
+
+
+@pytest.fixture
 def stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[set[int], threading.Event]]:
@@ -231,6 +313,33 @@ def stuck(
     monkeypatch.setattr(posix_arena, "pwritev", write)
     yield hanging, gate
     gate.set()
+
+
+def test_a_write_that_is_handed_over_at_the_last_moment_is_no_error(
+    open_in: Callable[..., Storage],
+    memory: Memory,
+    read_back: ReadBack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It begins to hang after somebody has begun to wait for it."""
+    gate, calls = threading.Event(), iter([0.3] * 3)  # as many as there are workers
+
+    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if fd == first:
+            gate.wait(next(calls, 30))
+        return os.pwritev(fd, buffers, offset)
+
+    with open_in(2, deadline_s=1.0) as storage:
+        first, other = _fd_of(storage, 0), storage.traffic.stores[1]
+        monkeypatch.setattr(posix_arena, "pwritev", write)
+        other.why_retired = "or it would take what is queued"
+        records = [_put(storage, memory(MIB, 64, seed=n), f"act{n}") for n in range(4)]
+        threading.Timer(0.35, setattr, (other, "why_retired", None)).start()
+        with ThreadPoolExecutor(4) as waiting:
+            list(waiting.map(lambda r: storage.wait(r.write, what="the test"), records))
+        assert {place.store for place in records[3].places} == {1}
+        assert np.array_equal(read_back(storage, records[3]), memory(MIB, 64, seed=3))
+        gate.set()
 
 
 def test_a_store_that_hangs_is_left_and_taken_back_when_it_moves(
@@ -261,11 +370,52 @@ def test_a_store_that_hangs_is_left_and_taken_back_when_it_moves(
 
 def test_speed_follows_what_was_seen() -> None:
     speed = Speed()
-    assert speed.duration_ns(10**9) == pytest.approx(1e9)
-    now_ns = 0
-    for _ in range(200):
+    assert speed.duration_ns(10**9, 0) == pytest.approx(1e9)
+    now_ns = _move(speed, 1, 200, 10)
+    assert speed.duration_ns(10**9, now_ns) == pytest.approx(1e10, rel=0.1)
+
+
+def _move(speed: Speed, now_ns: int, times: int, ns_per_byte: int) -> int:
+    """When so many chunks have been moved that begin now."""
+    for _ in range(times):
         speed.start(now_ns)
-        now_ns += 8 * MIB * 10  # 0.1 GB/s
+        now_ns += 8 * MIB * ns_per_byte
         speed.stop(now_ns)
         speed.add(8 * MIB)
-    assert speed.duration_ns(10**9) == pytest.approx(1e10, rel=0.1)
+    return now_ns
+
+
+def test_a_slow_store_is_tried_again_some_time() -> None:
+    """And is as slow as it was if it still is, or soon as fast as it is."""
+    minute_ns = 60 * 10**9
+    speed = Speed()
+    now_ns = _move(speed, 1, 200, 100)
+    slow_ns = speed.duration_ns(10**9, now_ns)
+    assert speed.duration_ns(10**9, now_ns + minute_ns) == pytest.approx(slow_ns / 4)
+    assert speed.duration_ns(10**9, now_ns + 60 * minute_ns) == pytest.approx(slow_ns / 16)
+    now_ns = _move(speed, now_ns + minute_ns, 1, 100)
+    assert speed.duration_ns(10**9, now_ns) == pytest.approx(slow_ns, rel=0.1)
+    now_ns = _move(speed, now_ns + minute_ns, 4, 1)
+    assert speed.duration_ns(10**9, now_ns) < slow_ns / 4
+
+
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_a_process_that_may_have_no_more_threads(
+    open_in: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == number:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(
+        ThreadLimitError, match=r"teraplan-io-\d-\d .* raise the limit of processes"
+    ):
+        open_in(2)
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
