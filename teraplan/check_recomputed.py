@@ -31,6 +31,8 @@ def _why_not(plan: Plan, tensor_id: int, chosen: Sequence[int]) -> str | None:
     if len(tensor.windows) != 2 or tensor.windows[0][0] != tensor.windows[0][1]:
         return "it is not simply saved once and needed once"
     need = tensor.windows[1][0]
+    if need >= len(plan.trace.sites):
+        return "no site needs it"
     for number in tensor.recompute.sources:
         if not 0 <= number < len(plan.trace.tensors) or number in chosen:
             return "it is computed from one that is not there either"

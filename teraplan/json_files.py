@@ -71,9 +71,9 @@ def load_object(path: Path, schema: str, versions: Sequence[int]) -> "Node":
     if len(data) > MAX_FILE_NBYTES:
         raise FileFormatError(f"{path}: has more than {MAX_FILE_NBYTES} bytes")
     root = Node(_parse(data, path), f"{path}: ")
-    found = root.get("schema").text()
-    if found != schema:
-        raise FileFormatError(f'{path}: schema: is "{found}", expected "{schema}"')
+    found = root.get("schema")
+    if found.text() != schema:
+        raise found.fail(f'is "{found.text()}", expected "{schema}"')
     version = root.get("schema_version").integer()
     if version not in versions:
         known = ", ".join(str(v) for v in versions)
@@ -93,7 +93,8 @@ def _parse(data: bytes, path: Path) -> object:
         if len(result) != len(pairs):
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise FileFormatError(f'{path}: has the field "{twice}" twice in one object')
+            message = f'{path}: has the field "{twice}" twice in one object'
+            raise FileFormatError(printable(message))
         return result
 
     try:
@@ -146,7 +147,7 @@ class Node:
 
     def fail(self, problem: str) -> FileFormatError:
         """The error to raise: the path of this value and what is wrong with it."""
-        return FileFormatError(f"{self._where}: {problem}".replace(": : ", ": "))
+        return FileFormatError(printable(f"{self._where}: {problem}".replace(": : ", ": ")))
 
     def only(self, fields: Iterable[str]) -> "Node":
         """Itself, after a check that it is an object with no other than these fields."""
@@ -226,6 +227,11 @@ class Node:
 
     def _child(self, field: str) -> str:
         return self._where + field if self._where.endswith(": ") else f"{self._where}.{field}"
+
+
+def printable(text: str) -> str:
+    """Text on one line without what a terminal would obey, which a file may contain."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _describe(value: object) -> str:

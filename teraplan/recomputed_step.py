@@ -22,7 +22,7 @@ def recomputable(trace: StepTrace) -> Iterator[tuple[int, Recompute]]:
         if recompute is None or len(tensor.windows) != 2:
             continue
         (saved, end), (need, _) = tensor.windows
-        if saved == end < need and all(
+        if saved == end < need < len(trace.sites) and all(
             _is_there(trace.tensors[source], need) for source in recompute.sources
         ):
             yield tensor_id, recompute

@@ -54,7 +54,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace) -> int:
     if options.png and options.png.suffix != ".png":
         raise ConfigError(f"{options.png}: the picture is written as .png; change the name")
+    _require_swept(options.hardware)
     machine = machine_named(options.hardware)
+    if options.library is not None and options.trace is not None:
+        raise ConfigError("give a trace file or --library, not both")
     if options.library is not None:
         trace = library_trace(workload_of(options), machine)
     elif options.trace is not None:
@@ -94,30 +97,32 @@ def _cells(trace: StepTrace, options: argparse.Namespace) -> list[Cell]:
         budgets_of(trace, base, None, text, None).host_bytes
         for text in listed(options.host_budgets)
     ]
-    cells: list[Cell] = []
-    for num_ssds in ssds:
-        for host in sorted(hosts):
-            machine = machine_named(
-                f"{options.hardware.partition(':')[0]}:ssd={num_ssds}:host={host}"
-            )
-            for limit in sorted(limits):
+    cells: dict[tuple[int, int, int], Cell] = {}
+    for s, num_ssds in enumerate(ssds):
+        for h, host in enumerate(sorted(hosts)):
+            machine = machine_named(f"{options.hardware}:ssd={num_ssds}:host={host}")
+            for d, limit in enumerate(sorted(limits)):
                 budgets = budgets_of(trace, machine, str(limit), None, None)
-                smaller = [
-                    cell.plan
-                    for cell in cells
-                    if cell.plan is not None
-                    and cell.ssds <= num_ssds
-                    and cell.host_bytes <= host
-                    and cell.device_bytes <= limit
-                ]
+                before = (cells.get(at) for at in ((s - 1, h, d), (s, h - 1, d), (s, h, d - 1)))
+                smaller = [cell.plan for cell in before if cell is not None and cell.plan]
                 try:
                     plan = make_plan(
-                        trace, machine.hardware, budgets, options.policy, candidates=smaller[-3:]
+                        trace, machine.hardware, budgets, options.policy, candidates=smaller
                     )
                 except InfeasibleBudgetError:
                     plan = None
-                cells.append(Cell(device_bytes=limit, host_bytes=host, ssds=num_ssds, plan=plan))
-    return cells
+                cell = Cell(device_bytes=limit, host_bytes=host, ssds=num_ssds, plan=plan)
+                cells[s, h, d] = cell
+    return list(cells.values())
+
+
+def _require_swept(hardware: str) -> None:
+    """Refuse a machine whose options say what the sweep is over."""
+    for option in hardware.split(":")[1:]:
+        name = option.partition("=")[0]
+        if name in ("ssd", "host"):
+            wanted = "--ssds" if name == "ssd" else "--host-budgets"
+            raise ConfigError(f'--hardware {hardware}: leave "{option}" out, and use {wanted}')
 
 
 def _values(cell: Cell) -> dict[str, object]:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from teraplan.check_plan import check_plan
-from teraplan.cli import main
+from teraplan.cli import main, sweep
+from teraplan.plan import Plan
 from teraplan.plan_file import read_plan
+from teraplan.planners import make_plan
 from teraplan.step_trace import TensorKind
 from teraplan.trace_file import read_trace, write_trace
+from teraplan.units import GIB
 from tests.planning.synthetic import gpt_trace
 
 Captured = pytest.CaptureFixture[str]
@@ -208,6 +211,34 @@ def test_sweep_never_gets_slower_with_more(trace: str, tmp_path: Path, capsys: C
     assert not any(cell["fits"] for cell in loaded(capsys)["cells"])
 
 
+def test_what_a_sweep_compares_each_plan_with(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for one step less of one thing: each is no slower than those before it."""
+    seen: list[list[tuple[int, int]]] = []
+
+    def watched(*arguments: Any, candidates: list[Plan], **options: Any) -> Plan:  # noqa: ANN401
+        seen.append([(p.budgets.host_bytes, p.budgets.device_bytes) for p in candidates])
+        return make_plan(*arguments, candidates=candidates, **options)
+
+    monkeypatch.setattr(sweep, "make_plan", watched)
+    arguments = ["sweep", trace, "--hardware", "rtx-4090", "--ssds", "1,2", "--json"]
+    assert main([*arguments, "--device-budgets", "80%,90%", "--host-budgets", "1GiB,2GiB"]) == 0
+    assert [len(candidates) for candidates in seen] == [0, 1, 1, 2, 1, 2, 2, 3]
+    (_, less), (_, more) = seen[1][0], seen[3][1]
+    assert less == more
+    assert seen[7] == [(2 * GIB, seen[7][0][1]), (GIB, seen[7][0][1]), (2 * GIB, less)]
+
+
+def test_a_sweep_keeps_what_the_machine_says(trace: str, capsys: Captured) -> None:
+    """Storage behind little staging memory is slower."""
+    arguments = ["sweep", trace, "--ssds", "1", "--device-budgets", "62%", "--json"]
+    steps_ns: list[int] = []
+    for staging in ("", ":staging=256MiB"):
+        machine = ["--hardware", f"rtx-4090{staging}", "--host-budgets", "512MiB"]
+        assert main([*arguments, *machine]) == 0
+        steps_ns.append(loaded(capsys)["cells"][0]["step_ns"])
+    assert steps_ns[0] < steps_ns[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -217,6 +248,9 @@ def test_sweep_never_gets_slower_with_more(trace: str, tmp_path: Path, capsys: C
         (["estimate", "TRACE", "--hardware", "h300"], 'machine "h300" is not one of'),
         (["estimate", "TRACE", "--hardware", "no.json"], "no.json: cannot be read"),
         (["estimate", *LIBRARY, "--stages", "0", "--hardware", "h200"], "--stages: expected 1"),
+        (["sweep", "TRACE", "--library", "unet", "--hardware", "h200"], "not both"),
+        (["sweep", "TRACE", "--hardware", "h200:ssd=2"], 'leave "ssd=2" out, and use --ssds'),
+        (["sweep", "TRACE", "--hardware", "h200:host=1GB"], "and use --host-budgets"),
         (["sweep", "TRACE", "--hardware", "h200", "--ssds", "few"], "'few' is no list of numbers"),
         (
             ["estimate", "TRACE", "--hardware", "h200", "--device-budget", "big"],

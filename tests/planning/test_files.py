@@ -113,6 +113,7 @@ CHANGES: list[tuple[str, object, str]] = [
     ("trace/tensors/0/windows", [], r"trace.tensors\[0\].windows: is empty"),
     ("trace/tensors/0/windows", [[4, 2]], r"trace.tensors\[0\].windows: are not ascending"),
     ("trace/tensors/0/windows/0", [1, 2, 3], r"windows\[0\]: has 3 items, expected 2"),
+    ("trace/tensors/0/kind", "\x1b[31mX\nY", r'tensors\[0\].kind: "\\x1b\[31mX\\nY" is not one of'),
     ("trace/tensors/0/kind", "ghost", r'trace.tensors\[0\].kind: "ghost" is not one of'),
     ("trace/tensors/1/name", "g0.c0/norm_0", r'tensors\[1\].name: "g0.c0/norm_0" names two'),
     ("trace/tensors/0/changed_in", [9], r"changed_in\[0\]: is 9, expected 0 to"),

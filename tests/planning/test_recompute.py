@@ -162,7 +162,30 @@ def test_one_that_is_needed_at_the_very_end_takes_nothing() -> None:
     recipe = Recompute(duration_ns=1, sources=())
     late = replace(tensor, windows=(tensor.windows[0], (end, end)), recompute=recipe)
     tensors = (*trace.tensors[:GELU], late, *trace.tensors[GELU + 1 :])
-    assert list(_that_fit(replace(trace, tensors=tensors), [GELU], 0)) == [GELU]
+    trace = replace(trace, tensors=tensors)
+    assert list(_that_fit(trace, [GELU], 0)) == [GELU]
+
+
+def test_what_no_site_needs_is_not_computed_again(tmp_path: Path) -> None:
+    trace = with_recipes()
+    tensor, end = trace.tensors[GELU], len(trace.sites)
+    recipe = Recompute(duration_ns=1, sources=())
+    late = replace(tensor, windows=(tensor.windows[0], (end, end)), recompute=recipe)
+    trace = replace(trace, tensors=(*trace.tensors[:GELU], late, *trace.tensors[GELU + 1 :]))
+    assert GELU not in dict(recomputable(trace))
+    plan = make_plan(trace, machine(GIB // 2), half(trace))
+    assert plan.recomputed
+    assert not check_plan(plan)
+    edited = replace(plan, recomputed=(Recomputation(tensor_id=GELU),))
+    (violation,) = [v for v in check_plan(edited) if v.kind is ViolationKind.RECOMPUTED]
+    assert "no site needs it" in violation.message
+    write_plan(edited, tmp_path / "plan.json")
+    for command in ("check", "show", "simulate"):
+        path = [str(tmp_path / "plan.json")]
+        if command == "simulate":
+            write_trace(trace, tmp_path / "trace.json")
+            path.insert(0, str(tmp_path / "trace.json"))
+        assert main([command, *path]) in (1, 2)
 
 
 def test_a_source_that_is_done_with_too_early_is_none() -> None:
