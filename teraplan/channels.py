@@ -111,16 +111,15 @@ class Channels:
     def __init__(
         self,
         links: Mapping[Tier, Link],
-        port: Link | None,
-        cores: HostCores | None,
+        speeds_by_busy: list[list[float]],
         slots: list[Slot],
         nbytes: list[int],
     ) -> None:
-        """Channels for transfers with these slots and bytes, by number."""
-        num_slots = 2 * len(links) + (cores is not None)
-        self._speeds = speeds(links, port, cores)
+        """Channels for transfers with these slots and bytes, by number; `speeds` of the links."""
+        num_slots = len(speeds_by_busy[0])
+        self._speeds = speeds_by_busy
         self._latency = [float(link.latency_ns) for link in links.values() for _ in range(2)]
-        self._latency += [0.0] if cores is not None else []
+        self._latency += [0.0] * (num_slots - len(self._latency))
         self._queues: list[deque[int]] = [deque() for _ in range(num_slots)]
         self._running = [NOTHING] * num_slots
         self._begin = [0.0] * num_slots

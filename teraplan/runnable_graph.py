@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx
 
 from teraplan.config import Config
 from teraplan.errors import StateHasToMoveError
@@ -104,16 +104,15 @@ class RunnableGraph:
         moves_state, updates = self._moves_state, config.update == "gradient"
         if config.kernels == "inductor":
             patches = config_patches(moves_state=moves_state, updates=updates, room=room)
-            inner = inference.compile_inner if moves_state else compile_fx_inner
-            return cast("Compiled", compile_fx(gm, list(inputs), inner, config_patches=patches))
+            compiled = compile_fx(gm, list(inputs), inference.compile_inner, config_patches=patches)
+            return cast("Compiled", compiled)
         split = functools.partial(partition, moves_state=moves_state, updates=updates, room=room)
         compile_graph: Compiled = aot_autograd(
             fw_compiler=boxed_nop,
             inference_compiler=inference.compile_eagerly if moves_state else boxed_nop,
             partition_fn=split,
         )
-        compiled: Compiled = compile_graph(gm, inputs)
-        return compiled
+        return cast("Compiled", compile_graph(gm, inputs))
 
 
 def _is_static(gm: fx.GraphModule) -> bool:

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from teraplan.channels import NOTHING, Channels, slots_of
+from teraplan.channels import NOTHING, Channels, slots_of, speeds
 from teraplan.errors import ConfigError
 from teraplan.hardware import Hardware, Link, Tier
 from teraplan.lifetimes import Ints, site_times
@@ -120,13 +121,13 @@ class Simulator:
             )
         self.trace = trace
         self.work = tuple(work)
-        self.cores = hardware.host_cores if work else None
         self.links: dict[Tier, Link] = {}
         if hardware.host_link is not None:
             self.links[Tier.HOST] = hardware.host_link
         if hardware.storage_link is not None:
             self.links[Tier.STORAGE] = hardware.storage_link
-        self.port = hardware.device_port
+        cores = hardware.host_cores if work else None
+        self.speeds = speeds(self.links, hardware.device_port, cores)
         self.site_ns = site_times(trace)
         sizes = (tensor.nbytes for tensor in trace.tensors)
         self.nbytes = np.fromiter(sizes, np.int64, len(trace.tensors))
@@ -169,7 +170,7 @@ class _Run:
         self._events = StepEvents.of(moves, self._num_sites, self._cores_slot)
         self._nbytes: list[int] = self._events.nbytes.tolist()
         self._channels = Channels(
-            owner.links, owner.port, owner.cores, self._events.slots.tolist(), self._nbytes
+            owner.links, owner.speeds, self._events.slots.tolist(), self._nbytes
         )
         self._waits: list[tuple[int, float, float]] = []
         """Events at which the computation waits, from when and until when."""
@@ -215,33 +216,37 @@ class _Run:
         sites = np.arange(first, first + self._num_sites + 1)
         waited = np.array([event for event, _, _ in self._waits], dtype=np.int64)
         at = events.sites[waited]
+        since_ns = np.array([since for _, since, _ in self._waits])
         done_ns = np.array([done for _, _, done in self._waits])
         delays = np.concatenate([np.zeros(1), done_ns - all_ns[at]])
         reached = all_ns[sites] + delays[np.searchsorted(at, sites)]
         begin, end = float(reached[0]), float(reached[-1])
-        count = max(self._moves.ready.size, 1)
-        what = zip(
-            at.tolist(),
-            (events.keys[waited] % count).tolist(),
-            events.back[waited].tolist(),
-            self._waits,
-            strict=True,
+        here = np.flatnonzero(at >= first)
+        start, stop = (_all_rounded(ns[here] - begin) for ns in (since_ns, done_ns))
+        columns = (
+            at[here] - first,
+            events.keys[waited[here]] % max(self._moves.ready.size, 1),
+            events.back[waited[here]],
+            start,
+            stop - start,
         )
+        directions = Direction.OUT, Direction.BACK
         waits = tuple(
             Wait(
-                site=site - first,
+                site=site,
                 migration=index,
-                direction=Direction.BACK if back else Direction.OUT,
-                start_ns=_rounded(start - begin),
-                duration_ns=_rounded(done - begin) - _rounded(start - begin),
+                direction=directions[back],
+                start_ns=start_ns,
+                duration_ns=duration_ns,
             )
-            for site, index, back, (_, start, done) in what
-            if site >= first
+            for site, index, back, start_ns, duration_ns in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
         )
         transfers, runs = self._recorded(begin, end) if with_transfers else ((), ())
         return Timing(
             step_ns=_rounded(end - begin) if end < LONGEST_NS else LONGEST_NS,
-            site_ns=np.rint(np.minimum(reached - begin, LONGEST_NS)).astype(np.int64),
+            site_ns=_all_rounded(reached - begin),
             waits=waits,
             transfers=transfers,
             host_runs=runs,
@@ -295,3 +300,8 @@ class _Run:
 
 def _rounded(ns: float) -> int:
     return round(min(ns, LONGEST_NS))
+
+
+def _all_rounded(ns: NDArray[np.floating]) -> Ints:
+    rounded: Ints = np.rint(np.minimum(ns, LONGEST_NS)).astype(np.int64)
+    return rounded

@@ -23,12 +23,14 @@ import numpy as np
 
 from teraplan.hardware import Tier
 from teraplan.lifetimes import Floats, Ints
-from teraplan.memory_curve import device_curve
+from teraplan.memory_curve import Curve, managed_curve, sum_columns
 from teraplan.placed_step import HostWork
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.step_trace import StepTrace, Tensor
 
+_SLOTS, _SLOTS_OF_CALL, _MOST_SLOTS = 300, 24, 2400
+"""Slots that are asked for: at least, for each call of a graph, at most."""
 _LARGEST_PART = 100
 """A group has at most this part of the bytes that a plan can place freely."""
 
@@ -118,41 +120,81 @@ def _slot_after(cuts: list[int], site: int) -> int:
     return bisect_left(cuts, site)
 
 
+def slots_for(trace: StepTrace) -> int:
+    """How many slots a coarse copy of a step should have."""
+    calls = 1 + max((site.call for site in trace.sites), default=0)
+    return max(_SLOTS, min(_MOST_SLOTS, _SLOTS_OF_CALL * calls))
+
+
 def coarsen(problem: Problem, num_slots: int) -> Coarse:
     """The problem with about so many slots, more where it would not be feasible otherwise."""
     trace = problem.trace
-    cuts = _cuts(problem, num_slots)
+    cuts = _feasible(problem, _cuts(problem, num_slots))
+    coarse, members = _coarse_trace(problem, cuts)
+    smaller = replace(
+        Problem.of(coarse, problem.hardware, problem.budgets),
+        limit_bytes=problem.limit_bytes,
+        only_tier={
+            group: problem.only_tier[ids[0]]
+            for group, ids in enumerate(members)
+            if ids[0] in problem.only_tier
+        },
+        deadline=problem.deadline,
+        host_copies=frozenset(
+            group for group, ids in enumerate(members) if ids[0] in problem.host_copies
+        ),
+        host_work=tuple(_coarse_work(work, cuts) for work in problem.host_work),
+        pieces={
+            group: tuple(trace.tensors[i].nbytes for i in ids)
+            for group, ids in enumerate(members)
+            if len(ids) > 1
+        },
+        splits=problem.splits,
+        spare_sites=1,
+    )
+    return Coarse(problem=smaller, cuts=cuts, members=members, fine=trace)
+
+
+def _feasible(problem: Problem, cuts: Ints) -> Ints:
+    """The cuts, and more of them where a slot asks for more than can be away in all of it."""
     while True:
-        coarse, members = _coarse_trace(problem, cuts)
-        smaller = replace(
-            Problem.of(coarse, problem.hardware, problem.budgets),
-            limit_bytes=problem.limit_bytes,
-            only_tier={
-                group: problem.only_tier[ids[0]]
-                for group, ids in enumerate(members)
-                if ids[0] in problem.only_tier
-            },
-            deadline=problem.deadline,
-            host_copies=frozenset(
-                group for group, ids in enumerate(members) if ids[0] in problem.host_copies
-            ),
-            host_work=tuple(_coarse_work(work, cuts) for work in problem.host_work),
-            pieces={
-                group: tuple(trace.tensors[i].nbytes for i in ids)
-                for group, ids in enumerate(members)
-                if len(ids) > 1
-            },
-            splits=problem.splits,
-            spare_sites=1,
-        )
-        over = smaller.device - problem.limit_bytes > smaller.idle
+        most = np.maximum.reduceat(problem.device, cuts[:-1])
+        over = most - problem.limit_bytes > _idle_in_slots(problem, cuts)
         if not over.any():
-            return Coarse(problem=smaller, cuts=cuts, members=members, fine=trace)
+            return cuts
         wide = over & (np.diff(cuts) > 1)
         assert wide.any(), "a site by itself asks for no more than can be away there"
         first, last = cuts[:-1][wide], cuts[1:][wide]
         parts = [first + (last - first) * i // 4 for i in (1, 2, 3)]
         cuts = np.unique(np.concatenate([cuts, *parts]))
+
+
+def _idle_in_slots(problem: Problem, cuts: Ints) -> Curve:
+    """Bytes that are idle in all of a slot; shape (slots,)."""
+    start, end = _in_slots(problem, cuts)
+    return sum_columns(len(cuts) - 1, start, end, problem.lifetimes.nbytes)
+
+
+def _in_slots(problem: Problem, cuts: Ints) -> tuple[Ints, Ints]:
+    """The first slot in all of which each idle period lasts, and the slot in which it ends.
+
+    The latter is not after the former where it lasts in all of none.
+    """
+    periods = problem.lifetimes
+    start = np.searchsorted(cuts, periods.start, side="left")
+    steps, sites = np.divmod(periods.end, periods.num_sites)
+    end = steps * (len(cuts) - 1) + np.searchsorted(cuts, sites, side="right") - 1
+    return start, end
+
+
+def hardly_coarser(problem: Problem, num_slots: int) -> bool:
+    """Whether `coarsen` would leave a third of the sites and half of the idle periods, or more."""
+    cuts = _feasible(problem, _cuts(problem, num_slots))
+    if 3 * len(cuts) < problem.lifetimes.num_sites:
+        return False
+    start, end = _in_slots(problem, cuts)
+    different = np.unique((start * 2 * len(cuts) + end)[end > start])
+    return 2 * len(different) >= len(problem.lifetimes)
 
 
 def _cuts(problem: Problem, num_slots: int) -> Ints:
@@ -190,18 +232,15 @@ def _coarse_trace(problem: Problem, cuts: Ints) -> tuple[StepTrace, tuple[tuple[
             members.append(part)
     durations = np.fromiter((site.duration_ns for site in trace.sites), np.int64, len(trace.sites))
     slot_ns = np.add.reduceat(durations, cuts[:-1]).tolist()
-    first_sites = [trace.sites[i] for i in starts[:-1]]
-
-    def with_workspace(workspace: Ints) -> StepTrace:
-        sites = tuple(
-            replace(site, tensor_id=None, duration_ns=ns, workspace_bytes=nbytes)
-            for site, ns, nbytes in zip(first_sites, slot_ns, workspace.tolist(), strict=True)
-        )
-        return replace(trace, sites=sites, tensors=tuple(tensors), updates=())
-
-    bare = with_workspace(np.zeros(len(first_sites), dtype=np.int64))
+    first_sites = tuple(trace.sites[i] for i in starts[:-1])
+    bare = replace(trace, sites=first_sites, tensors=tuple(tensors), updates=())
     most = np.maximum.reduceat(device, cuts[:-1])
-    return with_workspace(most - device_curve(bare)), tuple(members)
+    workspace = most - managed_curve(bare) - trace.state_bytes
+    sites = tuple(
+        replace(site, tensor_id=None, duration_ns=ns, workspace_bytes=nbytes)
+        for site, ns, nbytes in zip(first_sites, slot_ns, workspace.tolist(), strict=True)
+    )
+    return replace(bare, sites=sites), tuple(members)
 
 
 def _coarse_work(work: HostWork, cuts: Ints) -> HostWork:

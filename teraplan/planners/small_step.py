@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import final
 
 from teraplan.hardware import Tier
-from teraplan.memory_curve import managed_curve, tier_curve
+from teraplan.memory_curve import sum_ranges, tier_curve
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.copies import with_kept_copies
@@ -25,7 +25,7 @@ class SmallStep:
         self.problem = problem
         self._simulator = simulator
         self.simulations_left = min(_SIMULATIONS, _WORK // (len(problem.lifetimes) + 1))
-        self._fixed = problem.device - managed_curve(problem.trace)
+        self._over = problem.device - problem.limit_bytes
 
     def spent(self) -> bool:
         """Whether no simulations are left, or no time."""
@@ -40,8 +40,9 @@ class SmallStep:
 
     def fits(self, plan: Plan) -> bool:
         """Whether it keeps the device budget."""
-        managed = managed_curve(self.problem.trace, plan)
-        return bool((self._fixed + managed <= self.problem.limit_bytes).all())
+        tensors = self.problem.trace.tensors
+        away = ((m.gone, m.back, tensors[m.tensor_id].nbytes) for m in plan)
+        return bool((self._over <= sum_ranges(len(self._over), away)).all())
 
     def settled(self, plan: Plan) -> Plan | None:
         """The plan with all copies kept that can be relied on; None if the tiers lack the room.

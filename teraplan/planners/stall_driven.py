@@ -17,30 +17,38 @@ nobody simulates: each byte of them, and each copy. The same input always gives 
 To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
 the budget, if the bound does not rule them out. So a budget at or above such an eighth is never
-slower than the eighth itself. In such steps the plans of all published policies are attempts too,
-a step of up to 10 is searched from nothing moved (`covers`), and the best plan of one of up to 60
-is polished (`polish`). Tensors are split between tiers in the best plan alone (`tier_split`). A
-step of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is compared with
-simple policies on the step itself.
+slower than the eighth itself; beside updates on the host, for several numbers of which plans are
+made, two of them are tried. In such steps the plans of all published policies are attempts too, a
+step of up to 10 is searched from nothing moved (`covers`), and the best plan of one of up to 60 is
+polished (`polish`). Tensors are split between tiers in the best plan alone (`tier_split`). A step
+of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is compared with simple
+policies on the step itself. What has more than 20,000 even as a coarse copy is planned in three
+attempts: each takes a second or two there.
 """
 
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 import numpy as np
 
-from teraplan.bound import step_bound_ns
 from teraplan.lifetimes import Floats
 from teraplan.memory_curve import Curve, peak
 from teraplan.plan import Migration
 from teraplan.planners.base import Planner, Problem, no_placement
 from teraplan.planners.baselines import SIMPLE, plan_or_none
-from teraplan.planners.coarse import coarsen
+from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
 from teraplan.planners.covers import plan_small_step
+from teraplan.planners.finishing import (
+    NEAR,
+    PLENTY,
+    best_of_step_itself,
+    bound_ns,
+    finished,
+    near_bound_ns,
+)
 from teraplan.planners.placement import (
     EAGER,
     JUST_IN_TIME,
@@ -51,10 +59,8 @@ from teraplan.planners.placement import (
     with_reasons,
 )
 from teraplan.planners.polish import polish
-from teraplan.planners.postpone import postpone_copies_out
 from teraplan.planners.small_step import SmallStep
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
-from teraplan.planners.tier_split import split_between_tiers
 from teraplan.planners.tiers import Spread, assign
 from teraplan.planners.victims import (
     ORDERS,
@@ -73,13 +79,15 @@ _Plan = tuple[Migration, ...]
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
 _GOOD_ORDERS = (longest_idle, largest, farthest_use)
+_BEST_ORDERS = (longest_idle, farthest_use)
 _PUBLISHED: tuple[Planner, ...] = (
     partial(plan_as_teraio, score=paper_ratio),
     partial(plan_as_teraio, score=prose),
     partial(plan_as_teraio, score=g10_area),
     partial(plan_as_teraio, score=g10_area, eager=True),
 )
-_RUNGS = 8
+_RUNGS, _RUNGS_BESIDE_HOST = 8, 2
+"""Parts of the way to the unlimited peak, and how many are tried where the host updates, too."""
 _WEIGHTS = (0.3, 1.0)
 """How much the price of a transfer counts beside the order of the attempt that it repairs."""
 _BACKLOG = 4
@@ -88,16 +96,10 @@ _MANY = 1000
 """Idle periods from which on the step is planned coarsely."""
 _FEW = 60
 """Idle periods up to which plans are changed one migration at a time."""
-_SLOTS, _SLOTS_OF_CALL, _MOST_SLOTS = 300, 24, 2400
-"""Slots of a coarse step: at least, for each call of a graph, at most."""
-_WORK = 110_000
-"""Idle periods times attempts of one search."""
-_PLENTY = 20_000
-"""Idle periods from which on simple policies are tried on the coarse step alone."""
+_WORK, _LEAST = 110_000, 3
+"""Idle periods times attempts of one search, and the least attempts."""
 _ENOUGH = 12
 """Attempts that must be left for every way to spread tensors over tiers to be tried."""
-_NEAR = 500
-"""Idle periods from which on half a percent over the bound is near enough to stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,49 +141,28 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
     """
     if not problem.pressure().any():
         return ()
-    if len(problem.lifetimes) > _MANY:
-        coarse = coarsen(problem, _num_slots(problem))
+    many, plenty = (len(problem.lifetimes) > limit for limit in (_MANY, PLENTY))
+    num_slots = slots_for(problem.trace)
+    if many and not (plenty and hardly_coarser(problem, num_slots)):
+        coarse = coarsen(problem, num_slots)
         simulator = coarse.problem.simulator()
         found = _Search(coarse.problem, simulator).run()
         if found is not None:
-            plans = _finished(coarse.problem, simulator, found.migrations)
-            best = _of_step_itself(problem, [coarse.expand(p) for p in dict.fromkeys(plans)])
+            plans = finished(coarse.problem, simulator, found.migrations, found.timing)
+            best = best_of_step_itself(problem, map(coarse.expand, dict.fromkeys(plans)))
             return with_reasons(problem, best)
         # whole slots need more of the other tiers than the step does, and these are nearly full
     return with_reasons(problem, _search_all(problem))
-
-
-def _finished(problem: Problem, simulator: Simulator, migrations: _Plan) -> tuple[_Plan, ...]:
-    """With what only the best plan is worth, the fastest first, and as it was before each."""
-    near_ns = _near_bound(problem)
-    split = split_between_tiers(problem, simulator, migrations, near_ns)
-    return postpone_copies_out(problem, simulator, split, near_ns), split, migrations
-
-
-def _of_step_itself(problem: Problem, plans: Sequence[_Plan]) -> _Plan:
-    """The first plan of a coarse step; another, or a simple policy's, if that is faster here."""
-    if len(problem.lifetimes) > _PLENTY or problem.deadline is not None:
-        return plans[0]
-    simulator = problem.simulator()
-    others = [plan_or_none(planner, problem) for planner in SIMPLE]
-    candidates = [*plans, *(other for other in others if other is not None)]
-    best = min(candidates, key=lambda plan: simulator.run(plan).step_ns)
-    return postpone_copies_out(problem, simulator, best, _near_bound(problem))
-
-
-def _num_slots(problem: Problem) -> int:
-    calls = 1 + max((site.call for site in problem.trace.sites), default=0)
-    return max(_SLOTS, min(_MOST_SLOTS, _SLOTS_OF_CALL * calls))
 
 
 def _search_all(problem: Problem) -> tuple[Migration, ...]:
     """The best of this budget and of the rungs below it."""
     simulator = problem.simulator()
     best = _solve(problem, simulator)
-    few = len(problem.lifetimes) <= _NEAR
+    few = len(problem.lifetimes) <= NEAR
     for rung in _rungs(problem) if few else ():
         lower = replace(problem, limit_bytes=rung)
-        if best is not None and _bound(lower) >= best.cost[0]:
+        if best is not None and bound_ns(lower) >= best.cost[0]:
             break
         found = _solve(lower, simulator)
         if found is not None and (best is None or found.cost < best.cost):
@@ -194,36 +175,29 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
 def _solve(problem: Problem, simulator: Simulator) -> _Solved | None:
     """The best for one budget; where the step is small, by all that it can be changed to."""
     attempt = _Search(problem, simulator).run()
-    found = None if attempt is None else attempt.migrations
+    found, timing = (None, None) if attempt is None else (attempt.migrations, attempt.timing)
     few = len(problem.lifetimes) <= _FEW
     if few:
-        found = plan_small_step(problem, simulator, found, _bound(problem))
+        found, timing = plan_small_step(problem, simulator, found, bound_ns(problem)), None
     if found is None:
         return None
-    found = _finished(problem, simulator, found)[0]
+    found = finished(problem, simulator, found, timing)[0]
     if few and problem.may_split():
-        found = polish(SmallStep(problem, simulator), found, _bound(problem), split=True)
+        found = polish(SmallStep(problem, simulator), found, bound_ns(problem), split=True)
     cost = simulator.run(found).step_ns, problem.links_ns(found)
     return _Solved(cost=cost, migrations=found)
 
 
-def _bound(problem: Problem) -> int:
-    return step_bound_ns(
-        problem.lifetimes, problem.hardware, problem.pressure(), problem.tier_bytes
-    )
-
-
-def _near_bound(problem: Problem) -> int:
-    """When a step is near enough to the bound to stop searching."""
-    bound_ns = _bound(problem)
-    return bound_ns + bound_ns // 200 if len(problem.lifetimes) > _NEAR else bound_ns
-
-
 def _rungs(problem: Problem) -> list[int]:
-    """Budgets below that of the problem whose plans are tried too, largest first."""
+    """Budgets below that of the problem whose plans are tried too, largest first.
+
+    Only the next ones where the host does updates: it is one of several numbers of them that are
+    tried, and those farther below have not helped there.
+    """
     least, most = problem.least.nbytes, peak(problem.device)
     rungs = [least + (most - least) * i // _RUNGS for i in range(_RUNGS)]
-    return [rung for rung in reversed(rungs) if rung < problem.limit_bytes]
+    below = [rung for rung in reversed(rungs) if rung < problem.limit_bytes]
+    return below[:_RUNGS_BESIDE_HOST] if problem.host_work else below
 
 
 @final
@@ -233,15 +207,16 @@ class _Search:
     def __init__(self, problem: Problem, simulator: Simulator) -> None:
         self._problem = problem
         self._simulator = simulator
-        self._bound = _near_bound(problem)
-        self._left = max(4, min(60, _WORK // (len(problem.lifetimes) + 1)))
+        self._bound = near_bound_ns(problem)
+        self._left = max(_LEAST, min(60, _WORK // (len(problem.lifetimes) + 1)))
+        self._is_long = len(problem.lifetimes) > PLENTY
         self._best: _Attempt | None = None
         self._prices = np.zeros((2, problem.lifetimes.num_sites))
         """How much the computation has waited for copies out and in near each site."""
         self._seen: set[tuple[object, ...]] = set()
         two_tiers = len(problem.links) > 1
         self._spreads = _SPREADS if two_tiers else (Spread.SLOW_FIRST,)
-        self._is_short = self._compares = len(problem.lifetimes) <= _NEAR
+        self._is_short = self._compares = len(problem.lifetimes) <= NEAR
         """Compares: attempts go on at the bound: one that is as fast may need links less."""
 
     def run(self) -> _Attempt | None:
@@ -251,11 +226,13 @@ class _Search:
         orders, spreads = ORDERS, self._spreads
         if not self._is_short:
             orders, spreads = _GOOD_ORDERS, self._spreads[-1:]
+        if self._is_long:
+            orders = _BEST_ORDERS
         for order in orders:
             for spread in spreads:
                 self._try(self._choose(pressure, order, spread), EAGER, ideal)
-        if self._best is None:
-            return None
+        if self._best is None or self._is_long:
+            return self._with_real_times()
         if self._best.cost[0] <= self._bound:
             self._try_baseline()
         self._compares = False
@@ -273,6 +250,12 @@ class _Search:
             best = self._best
             chosen = self._choose(more, best.chosen.order, best.chosen.spread)
             self._try(chosen, best.pace, self._arrive(best))
+        return self._best
+
+    def _with_real_times(self) -> _Attempt | None:
+        """The best after one attempt more, which places the same by the times with its waits."""
+        if self._best is not None:
+            self._try(self._best.chosen, EAGER, self._arrive(self._best))
         return self._best
 
     def _try_baseline(self) -> None:
@@ -376,6 +359,8 @@ class _Search:
             return
         migrations = place(self._problem, moves, arrive, pace)
         timing = self._simulator.run(migrations)
+        if self._best is not None and timing.step_ns > self._best.cost[0]:
+            return
         cost = timing.step_ns, self._problem.links_ns(migrations)
         if self._best is None or cost < self._best.cost:
             self._best = _Attempt(

@@ -35,8 +35,8 @@ from teraplan.planners.room import Room
 from teraplan.run_record import Direction
 from teraplan.simulator import Simulator, Timing, Transfer, Wait
 
-_WORK, _LEAST, _MOST = 20_000, 1, 24
-"""Idle periods times simulations of one search, and the least and most simulations."""
+_WORK, _MOST = 20_000, 24
+"""Idle periods times simulations of one search, and the most simulations."""
 _PARTS = (1.0, 0.5, 0.2)
 """Of the proposed splits, how many are tried, from the most important on."""
 _BINS = 4096
@@ -129,7 +129,7 @@ class _Splitter:
         self._problem = problem
         self._simulator = simulator
         self._enough_ns = enough_ns
-        self._left = max(_LEAST, min(_MOST, _WORK // (len(problem.lifetimes) + 1)))
+        self._left = min(_MOST, _WORK // (len(problem.lifetimes) + 1))
         slots = slots_of(simulator.links)
         table = speeds(simulator.links, problem.hardware.device_port)
         self._pairs: dict[tuple[Tier, Direction], _Pair] = {}
@@ -142,7 +142,7 @@ class _Splitter:
 
     def run(self, migrations: Plan) -> Plan:
         """The best plan found."""
-        if all(pair.gain < _LEAST_GAIN for pair in self._pairs.values()):
+        if self._left <= 0 or all(pair.gain < _LEAST_GAIN for pair in self._pairs.values()):
             return migrations
         best = migrations, self._simulator.run(migrations, with_transfers=True)
         while not self._done(best[1]):

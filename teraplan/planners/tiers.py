@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -146,9 +147,9 @@ class _Assignment:
         if spread is Spread.SLOW_FIRST:
             order.reverse()
         elif spread is Spread.BALANCED:
-            order.sort(key=lambda tier: self._done(i, tier))
+            order.sort(key=partial(self._done, i))
         elif spread is Spread.BY_LOAD:
-            order.sort(key=lambda tier: self._load(i, tier))
+            order.sort(key=partial(self._load, i))
         before = self._of_tensor.get(self._ids[i])
         if before is not None:
             order.remove(before)

@@ -144,11 +144,19 @@ def split_updates(
     best = _climb(problem, planner, numbers, _counts(trace, numbers, part))
     if best is not None and best.host_updates:
         chosen = [h.update for h in best.host_updates]
-        again = _planned(problem, planner, place_updates(problem, chosen, best.site_ns))
+        placed = place_updates(problem, chosen, best.site_ns)
+        again = None
+        if _sites(placed) != _sites(best.host_updates):
+            again = _planned(problem, planner, placed)
         best = again if again is not None and again.step_ns < best.step_ns else best
     if best is None or best.step_ns >= plain.step_ns:
         return migrations, ()
     return best.migrations, best.host_updates
+
+
+def _sites(host_updates: Sequence[HostUpdate]) -> list[tuple[int, int, int, int, int]]:
+    """All that a plan depends on: the same updates at the same sites give the same plan."""
+    return [(h.update, h.flush, h.gone, h.back, h.needed) for h in host_updates]
 
 
 def _climb(

@@ -200,6 +200,7 @@ def test_plans_of_coarse_steps_hold(
     problem = Problem.of(trace, hardware, limit)
     coarse = coarsen(problem, slots)
     assert (coarse.problem.device >= 0).all()
+    assert (coarse.problem.device - problem.limit_bytes <= coarse.problem.idle).all()
     migrations = coarse.expand(plan_by_stalls(coarse.problem))
     plan = make_plan(trace, hardware, limit)
     held = plan_of(trace, hardware, limit, migrations)

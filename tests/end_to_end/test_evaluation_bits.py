@@ -1,0 +1,77 @@
+"""Evaluation gives the same bits whether the parameters stay or move, with fused kernels, too."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.end_to_end.moving import adamw, moving, run_moving
+from tests.end_to_end.training import UNLIMITED, Run, assert_same, run
+
+WIDTH, CONTEXT, HEADS, VOCABULARY, BATCH = 256, 64, 4, 300, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.shape[0], CONTEXT, HEADS, WIDTH // HEADS
+        q, k, v = (t.view(heads).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        down: Tensor = self.down(F.gelu(self.up(self.between(x))))
+        return x + down
+
+
+class Model(nn.Module):
+    """A GPT with a large parameter between its embedding and the first norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.scale = nn.Parameter(torch.rand(BATCH, CONTEXT, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def program(this: Run) -> None:
+    """Evaluates in lower precision within each step; the result takes part in the loss."""
+    model = this.compile(Model())
+    optimizer = adamw(model.parameters())
+    for step in range(5):
+        random = torch.Generator().manual_seed(step)
+        size = (2, BATCH, CONTEXT)
+        tokens, targets = torch.randint(0, VOCABULARY, size, generator=random)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                before = model(targets, tokens)
+            loss = model(tokens, targets) * before
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        this.record(loss, model, others=[before])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_kernels_are_the_same_under_every_budget() -> None:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        reference = run(program, device_budget=UNLIMITED, kernels="inductor")
+        limited = run_moving(program, 64 << 20, kernels="inductor")
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    assert moving().arena.total_bytes > 0
+    assert_same(reference, limited)
