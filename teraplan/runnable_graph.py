@@ -104,15 +104,16 @@ class RunnableGraph:
         moves_state, updates = self._moves_state, config.update == "gradient"
         if config.kernels == "inductor":
             patches = config_patches(moves_state=moves_state, updates=updates, room=room)
-            compiled = compile_fx(gm, list(inputs), inference.compile_inner, config_patches=patches)
-            return cast("Compiled", compiled)
+            inner = inference.compile_inner
+            return cast("Compiled", compile_fx(gm, list(inputs), inner, config_patches=patches))
         split = functools.partial(partition, moves_state=moves_state, updates=updates, room=room)
         compile_graph: Compiled = aot_autograd(
             fw_compiler=boxed_nop,
             inference_compiler=inference.compile_eagerly if moves_state else boxed_nop,
             partition_fn=split,
         )
-        return cast("Compiled", compile_graph(gm, inputs))
+        compiled: Compiled = compile_graph(gm, inputs)
+        return compiled
 
 
 def _is_static(gm: fx.GraphModule) -> bool:
