@@ -118,7 +118,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
         what = "updates" if self.updates else "state"
-        return f"teraplan-{__version__}-partitioner-23-{what if self.moves_state else 'saved'}"
+        return f"teraplan-{__version__}-partitioner-24-{what if self.moves_state else 'saved'}"
 
 
 def config_patches(

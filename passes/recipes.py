@@ -110,8 +110,8 @@ _MOVES = frozenset(
         "view",
     ]
 )
-_VECTOR_ELEMENTS = 64
-"""No vector is longer, in elements of any type."""
+_VECTORS_BYTES, _VECTOR_ELEMENTS = 128, 64
+"""PyTorch's loops take two vectors at once, of 64 bytes at most. No vector has more elements."""
 _MAX_STEPS = 24
 """Inductor computes so many operations in one kernel, without intermediates in memory."""
 
@@ -223,10 +223,12 @@ def _require_full_vectors(root: fx.Node, steps: Set[fx.Node]) -> None:
     """Refuse rounded operations where a loop over the elements could have a ragged end."""
     if not any(_name(node) in _ROUNDED for node in steps):
         return
-    for node in (root, *steps):
-        value = node.meta["val"]
+    values: list[torch.Tensor] = [node.meta["val"] for node in (root, *steps)]
+    smallest = min(value.element_size() for value in values)
+    num = min(_VECTOR_ELEMENTS, _VECTORS_BYTES // smallest)
+    for value in values:
         lengths = [n for n, step in zip(value.shape, value.stride(), strict=True) if step == 1]
-        if not any(isinstance(n, int) and n % _VECTOR_ELEMENTS == 0 for n in lengths):
+        if not any(isinstance(n, int) and n % num == 0 for n in lengths):
             raise _RefusedError
 
 

@@ -41,11 +41,22 @@ def test_an_activation_function_between_two_products() -> None:
     assert GraphTable.from_json(table.to_json()) == table
 
 
-@pytest.mark.parametrize("width", [WIDTH, WIDTH + 8])
-def test_rounded_functions_need_full_vectors(width: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "dtype", "may_be"),
+    [
+        (WIDTH, torch.float32, True),
+        (WIDTH + 32, torch.float32, True),
+        (WIDTH + 16, torch.float32, False),
+        (WIDTH + 8, torch.float32, False),
+        (WIDTH + 64, torch.bfloat16, True),
+        (WIDTH + 32, torch.bfloat16, False),
+    ],
+)
+def test_rounded_functions_need_full_vectors(width: int, dtype: torch.dtype, may_be: bool) -> None:
     inputs = (leaf(WIDTH, WIDTH), leaf(WIDTH, width), leaf(width, WIDTH))
-    _, _, table = instrumented(activated, *inputs)
-    assert bool(recipes(table)) == (width == WIDTH)
+    given = (x.detach().to(dtype).requires_grad_() for x in inputs)
+    _, _, table = instrumented(activated, *given)
+    assert bool(recipes(table)) == may_be
 
 
 def test_exact_functions_need_no_full_vectors() -> None:
