@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from teraplan.errors import UnsupportedError
-from teraplan.graph_table import GraphTable
+from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.runtime.device import Device
 from teraplan.runtime.mover import Mover
 from teraplan.runtime.saved import Saved, View
@@ -66,7 +66,7 @@ class Remake:
     views: dict[int, View]
     """By slot, of the call that saved it."""
     beside: tuple[tuple[torch.Tensor, int], ...]
-    """Further inputs, and autograd's counter of their modifications."""
+    """Further inputs, and autograd's counter of their modifications. Small ones are copies."""
 
     @property
     def from_views(self) -> list[View]:
@@ -149,9 +149,8 @@ class Recomputer:
         if saved.tokens > 1 or not _is_whole(x, saved, compiled.result_layout):
             saved.remake = None
             return
-        saved.remake = Remake(
-            recipe.program, compiled, recipe.sources, views, tuple((t, t._version) for t in beside)
-        )
+        kept = tuple((t, t._version) for t in map(_as_it_is, beside))
+        saved.remake = Remake(recipe.program, compiled, recipe.sources, views, kept)
         if self.rehearsing:
             self._waiting.append(saved)
 
@@ -270,6 +269,15 @@ def _in_use(parties: Sequence[Saved]) -> Iterator[None]:
     finally:
         for party in parties:
             party.in_use -= 1
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """A small tensor as it is now, whatever becomes of it until the backward.
+
+    What a program writes to `parameter.data`, autograd does not count.
+    """
+    small = tensor.numel() * tensor.element_size() < MIN_SLOT_BYTES
+    return tensor.detach().clone() if small else tensor
 
 
 def _is_whole(x: torch.Tensor, saved: Saved, layout: Layout) -> bool:

@@ -305,6 +305,30 @@ def parameters_of_recipes() -> list[int]:
 
 
 @pytest.mark.slow
+def test_small_inputs_may_change() -> None:
+    """Unseen by autograd, between forward and backward: what is computed again is as it was."""
+
+    def program(this: Run) -> None:
+        net = Scaled()
+        model = this.compile(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(9):
+            random = torch.Generator().manual_seed(step)
+            loss = model(torch.randn(1024, 256, generator=random))
+            net.scale.data.mul_(1.5)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.7)
+    assert_same(reference, limited)
+    assert limited.final.recomputed > 0
+    assert any(parameters_of_recipes())
+
+
+@pytest.mark.slow
 def test_inputs_that_change_under_a_plan(
     scaled_reference: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
