@@ -223,7 +223,7 @@ def _require_full_vectors(root: fx.Node, steps: Set[fx.Node]) -> None:
     """Refuse rounded operations where a loop over the elements could have a ragged end."""
     if not any(_name(node) in _ROUNDED for node in steps):
         return
-    values: list[torch.Tensor] = [node.meta["val"] for node in (root, *steps)]
+    values: list[Any] = [node.meta["val"] for node in (root, *steps)]
     smallest = min(value.element_size() for value in values)
     num = min(_VECTOR_ELEMENTS, _VECTORS_BYTES // smallest)
     for value in values:
