@@ -61,6 +61,10 @@ class Arena(ABC):
         """True if the disk does not answer, and may still do something with the file."""
         return self._growth.hangs
 
+    def stop_growing(self) -> bool:
+        """See that the file does not grow any more; False if the disk does not answer."""
+        return self._growth.end()
+
     @abstractmethod
     def write(self, address: int, nbytes: int, offset: int) -> None:
         """Writes all of memory [address, +nbytes) to the file at `offset`, or raises OSError."""

@@ -19,9 +19,13 @@ class BoundedCall:
 
     @property
     def hangs(self) -> bool:
-        """True if a call has not come back yet."""
+        """True if a call has not come back yet. Any thread may ask."""
+        return self._running is not None and self._running.is_made
+
+    def end(self) -> bool:
+        """See that nothing is called any more; False if a call has not come back."""
         running = self._running
-        return running is not None and not (running.ended.is_set() or running.call_off())
+        return running is None or running.ended.is_set() or running.call_off()
 
     def make(self, call: Callable[[], None], patience_s: float) -> None:
         """Make the call, after what an interrupted one still does.
@@ -48,11 +52,15 @@ class _Call:
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
-        self._is_made: dict[None, bool] = {}
+        self._begins: dict[None, bool] = {}
         """One entry, from when it begins or is called off: whoever is first has it."""
         self._was_waited_for = False
         self.ended = threading.Event()
         self.error: OSError | None = None
+
+    @property
+    def is_made(self) -> bool:
+        return self._begins.get(None, False) and not self.ended.is_set()
 
     def start(self) -> None:
         try:
@@ -62,7 +70,7 @@ class _Call:
 
     def call_off(self) -> bool:
         """See that it is not made, if an interrupt came before its start; False if it is."""
-        return not self._is_made.setdefault(None, False)
+        return not self._begins.setdefault(None, False)
 
     def wait(self, patience_s: float) -> None:
         patience_s = 0 if self._was_waited_for else patience_s
@@ -72,7 +80,7 @@ class _Call:
             raise OSError(errno.ETIMEDOUT, waited if patience_s else "still no answer")
 
     def _run(self) -> None:
-        if not self._is_made.setdefault(None, True):
+        if not self._begins.setdefault(None, True):
             return
         try:
             self._call()

@@ -258,7 +258,7 @@ class Store:
         """Waits for the workers and deletes the file. Not with the lock held."""
         for thread in filter(threading.Thread.is_alive, self.threads):
             thread.join(max(0.0, (until_ns - perf_counter_ns()) / 1e9))
-        if any(thread.is_alive() for thread in self.threads) or self.arena.hangs:
+        if any(map(threading.Thread.is_alive, self.threads)) or not self.arena.stop_growing():
             # Closing now could let the stuck call write to whatever file gets the number next.
             _log.warning("I/O in %s hangs; its file stays open until the process ends", self.name)
             return
