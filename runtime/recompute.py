@@ -224,8 +224,7 @@ class Recomputer:
             start = self._device.mark()
             result = self._follow(remake)
             end = self._device.mark()
-            assert saved.tensor is not None
-            same = _same_bits(result, saved.tensor)
+            same = _same_bits(result, _tensor_at(saved, 0, remake.recipe.result_layout))
         if not same:
             log.info("%s: its recipe gives other bits", saved.name)
             self._refuse(remake.program)
@@ -293,10 +292,15 @@ def _is_whole(x: torch.Tensor, saved: Saved, layout: Layout) -> bool:
 
 def _tensor_of(view: View, layout: Layout) -> torch.Tensor:
     """The tensor that a source's slot stands for."""
+    return _tensor_at(view.saved, view.byte_offset, layout)
+
+
+def _tensor_at(saved: Saved, byte_offset: int, layout: Layout) -> torch.Tensor:
+    """What lies in the memory of `saved`, which may have come back as mere bytes."""
     shape, stride, dtype = layout
-    base = view.saved.tensor
-    assert base is not None, f"{view.saved.name} is not on the device"
-    offset = (view.saved.offset + view.byte_offset) // dtype.itemsize
+    base = saved.tensor
+    assert base is not None, f"{saved.name} is not on the device"
+    offset = (saved.offset + byte_offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=base.device).set_(
         base.untyped_storage(), offset, shape, stride
     )
