@@ -49,7 +49,6 @@ class Arena(ABC):
     grow_bytes: int = 256 * MIB
     room: str = "free on disk"
     remedy: str = "free space there, or name another storage directory"
-
     patience_s: float = 60.0
 
     def __init__(self, fd: int) -> None:

@@ -11,8 +11,6 @@ _GUESS_WEIGHT_BYTES = 8 * MIB
 """The first guess counts like this many bytes: one chunk tells more."""
 _MEMORY_BYTES = 256 * MIB
 """What was moved so many bytes ago counts a third."""
-
-
 _HALF_LIFE_NS = 30 * 10**9
 """While a store moves nothing, what it took is believed to have halved in this time."""
 _MOST_HALVINGS = 4

@@ -43,19 +43,17 @@ def with_recomputed(
     """
     trace = kept.trace
 
-    def takes_ns(plan: Plan) -> int:
-        less_bytes = kept.prediction.moved_bytes - plan.prediction.moved_bytes
-        return plan.prediction.step_ns - int(less_bytes * contention_ns_per_byte)
+    def cost_ns(plan: Plan) -> int:
+        return plan.prediction.step_ns + int(plan.prediction.moved_bytes * contention_ns_per_byte)
 
-    moving_ns = int(kept.prediction.moved_bytes * contention_ns_per_byte)
-    if takes_ns(kept) + moving_ns <= trace.duration_ns * (1 + _WORTH):
+    if cost_ns(kept) <= trace.duration_ns * (1 + _WORTH):
         return kept
     ranked = _ranked(kept)
     if not ranked:
         return kept
     plans: dict[int, Plan] = {0: kept}
 
-    def step_ns(part: int) -> int:
+    def cost_of(part: int) -> int:
         if part not in plans:
             count = max(1, len(ranked) * part // _PARTS)
             chosen = recomputations(trace, ranked[:count])
@@ -63,14 +61,14 @@ def with_recomputed(
                 plans[part] = plan_step(chosen)
             except InfeasibleBudgetError:  # what they are computed from has to stay for longer
                 plans[part] = kept
-        return takes_ns(plans[part])
+        return cost_ns(plans[part])
 
-    best, stride = min((_PARTS, _PARTS // 2), key=step_ns), _PARTS // 4
+    best, stride = min((_PARTS, _PARTS // 2), key=cost_of), _PARTS // 4
     while stride and len(trace.sites) <= _MANY_SITES:
         near = (best, best - stride, best + stride)
-        best = min((part for part in near if 0 < part <= _PARTS), key=step_ns)
+        best = min((part for part in near if 0 < part <= _PARTS), key=cost_of)
         stride //= 2
-    if step_ns(best) > takes_ns(kept) * (1 - _WORTH):
+    if cost_of(best) > cost_ns(kept) - kept.prediction.step_ns * _WORTH:
         return kept
     return plans[best]
 

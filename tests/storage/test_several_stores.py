@@ -232,6 +232,13 @@ def no_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[int], threa
     gate.set()
 
 
+def _wait_for_answer(storage: Storage) -> None:
+    until_s = time.monotonic() + 10
+    while storage.traffic.stores[0].arena.hangs:
+        assert time.monotonic() < until_s, "the disk has been let go on"
+        time.sleep(0.01)
+
+
 def test_a_store_that_does_not_answer_is_passed_over(
     open_in: Callable[..., Storage],
     memory: Memory,
@@ -250,8 +257,7 @@ def test_a_store_that_does_not_answer_is_passed_over(
         assert fallback.endswith("store0 does not answer, and its spill file does not grow")
         assert storage.stores[0].in_use
         gate.set()
-        while storage.traffic.stores[0].arena.hangs:
-            time.sleep(0.01)
+        _wait_for_answer(storage)
         again = [_put(storage, tensor) for _ in range(4)]
         assert {place.store for record in again for place in record.places} == {0, 1}
         for record in (*records, *again):
@@ -274,8 +280,7 @@ def test_an_only_store_that_does_not_answer_is_an_error(
                 _put(storage, tensor)
         assert storage.bytes_in_use == 0
         gate.set()
-        while storage.traffic.stores[0].arena.hangs:
-            time.sleep(0.01)
+        _wait_for_answer(storage)
         assert np.array_equal(read_back(storage, _put(storage, tensor)), tensor)
 
 
@@ -291,10 +296,8 @@ def test_a_file_that_a_disk_still_has_is_not_closed(
     storage.close()
     os.fstat(fd)
     gate.set()
-    last = storage.traffic.stores[0].arena
-    while last.hangs:
-        time.sleep(0.01)
-    last.close()
+    _wait_for_answer(storage)
+    storage.traffic.stores[0].arena.close()
 
 
 @pytest.fixture
