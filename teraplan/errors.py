@@ -12,6 +12,7 @@ TeraplanError
 │   ├── StorageUnusableError        missing, read-only, not private, or not on a disk
 │   ├── MappingError                the system refuses a mapping of memory, or a file of /proc
 │   └── IntegrityError              the bytes that came back are not the bytes that left
+├── ThreadLimitError (RuntimeError) the process may have no more threads
 ├── DeadlineError (TimeoutError)    a wait took longer than its deadline; names what it waited for
 ├── HostUpdateError                 an update on the host's cores failed; names it and why
 ├── UnsupportedError                the program does what this backend cannot do correctly

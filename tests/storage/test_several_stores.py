@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,20 +218,33 @@ def test_all_full_is_said_and_nothing_is_taken(
         assert storage.bytes_in_use == 0
 
 
-@pytest.fixture
-def no_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[int], threading.Event]]:
-    """Descriptors of files that do not grow until the event is set."""
+def _gated(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, call: Callable[..., int | None]
+) -> Iterator[tuple[set[int], threading.Event]]:
+    """Descriptors for which a call of the system hangs until the event is set."""
     hanging: set[int] = set()
     gate = threading.Event()
 
-    def grow(fd: int, offset: int, nbytes: int) -> None:
+    def gated(fd: int, *arguments: Any) -> int | None:  # noqa: ANN401
         if fd in hanging:
             gate.wait(30)
-        os.posix_fallocate(fd, offset, nbytes)
+        return call(fd, *arguments)
 
-    monkeypatch.setattr(arena, "posix_fallocate", grow)
+    monkeypatch.setattr(module, name, gated)
     yield hanging, gate
     gate.set()
+
+
+@pytest.fixture
+def no_answer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[int], threading.Event]]:
+    """Files of these descriptors do not grow."""
+    yield from _gated(monkeypatch, arena, "posix_fallocate", os.posix_fallocate)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[set[int], threading.Event]]:
+    """Nothing is written to files of these descriptors."""
+    yield from _gated(monkeypatch, posix_arena, "pwritev", os.pwritev)
 
 
 def _wait_for_answer(storage: Storage) -> None:
@@ -298,24 +313,6 @@ def test_a_file_that_a_disk_still_has_is_not_closed(
     gate.set()
     _wait_for_answer(storage)
     storage.traffic.stores[0].arena.close()
-
-
-@pytest.fixture
-def stuck(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[tuple[set[int], threading.Event]]:
-    """Descriptors whose writes hang until the event is set."""
-    hanging: set[int] = set()
-    gate = threading.Event()
-
-    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if fd in hanging:
-            gate.wait(30)
-        return os.pwritev(fd, buffers, offset)
-
-    monkeypatch.setattr(posix_arena, "pwritev", write)
-    yield hanging, gate
-    gate.set()
 
 
 def test_a_write_that_is_handed_over_at_the_last_moment_is_no_error(
