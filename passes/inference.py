@@ -3,8 +3,7 @@
 AOTAutograd partitions only what is trained, so here the ops come in when the graph itself is
 compiled. Saved activations there are none.
 
-Inductor's kernels are others with the ops than without, and add in another order. So what is to
-have equal bits under every budget has them under every budget, also where the parameters stay.
+As in what is trained, they are there under every budget (see `TeraplanPartitioner`).
 """
 
 from collections.abc import Sequence

@@ -22,12 +22,13 @@ from torch import fx
 
 from teraplan import ops
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
-from teraplan.passes.aliases import base_of, is_view, uses_of
+from teraplan.passes.aliases import base_of, uses_of
 from teraplan.passes.anchor import anchor_of
 from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.layouts import KEPT_STRIDE, kept_strides
 from teraplan.passes.module_path import module_path
 from teraplan.passes.recipes import FoundRecipe, find_recipes
+from teraplan.passes.reorder import advance_late, advance_products, delay_views
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
 from teraplan.passes.workspace import nbytes_of
 
@@ -47,7 +48,6 @@ def insert_sites(
     *,
     num_outputs: int,
     static_inputs: Sequence[int],
-    moves_state: bool = False,
     fused: bool = False,
 ) -> GraphTable:
     """Insert all ops into both graphs, in place, and return the table that they carry.
@@ -58,21 +58,18 @@ def insert_sites(
         num_outputs: number of results of the user.
         static_inputs: positions of the forward's placeholders that live as long as the model
             (parameters, buffers).
-        moves_state: parameters move, too: none that could be away is for computing again, and the
-            steps have a plan also where no saved activation is large enough to move.
         fused: Inductor compiles the graphs.
     """
     static = _static(forward, static_inputs)
     fingerprint = _hash(forward, backward, static)
-    _advance_late(forward, num_outputs)
-    candidates, uncovered = _candidates(
-        forward, backward, num_outputs, static_inputs, at_least_one=moves_state
-    )
+    advance_products(forward)
+    advance_late(forward, num_outputs)
+    candidates, uncovered = _candidates(forward, backward, num_outputs, static_inputs)
     recipes = find_recipes(
         forward,
         {c.saved: slot for slot, c in enumerate(candidates)},
         num_outputs=num_outputs,
-        static={n for n in static if nbytes_of(n) < MIN_SLOT_BYTES} if moves_state else static,
+        static=static,
     )
     table = GraphTable(
         graph=fingerprint,
@@ -121,12 +118,10 @@ def _candidates(
     backward: fx.Graph,
     num_outputs: int,
     static_inputs: Sequence[int],
-    *,
-    at_least_one: bool,
 ) -> tuple[list[_Candidate], list[tuple[str, int, str]]]:
     """The saved activations that get ops, and name, bytes and reason of each that does not.
 
-    `at_least_one`: also where all are small. Its token tells the backward which step it belongs to.
+    One gets them also where all are small: by its token the backward knows which step it is of.
     """
     static = _static(forward, static_inputs)
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
@@ -146,7 +141,7 @@ def _candidates(
             (small if why else candidates).append(candidate)
         if why is not None or placeholder is None:
             uncovered.append((saved.name, nbytes_of(saved), why or "not passed to the backward"))
-    if at_least_one and small and not candidates:
+    if small and not candidates:
         candidates = [max(small, key=lambda candidate: nbytes_of(candidate.saved))]
         uncovered = [item for item in uncovered if item[0] != candidates[0].saved.name]
     return candidates, uncovered
@@ -245,7 +240,7 @@ def _insert_needs(
     strides: Sequence[tuple[Any, ...]],
 ) -> None:
     """Replace each placeholder by a token and its `need`; insert `enter_backward` and `done`."""
-    _delay_views([c.placeholder for c in candidates])
+    delay_views([c.placeholder for c in candidates])
     order = {node: i for i, node in enumerate(graph.nodes)}
     runs, spans = FusedRuns(graph), []
     for candidate in candidates:
@@ -285,68 +280,6 @@ def _restrided(value: torch.Tensor, stride: tuple[Any, ...]) -> torch.Tensor:
     assert isinstance(value, torch._subclasses.FakeTensor)
     with value.fake_mode:
         return value.new_empty_strided(value.shape, stride)
-
-
-def _advance_late(graph: fx.Graph, num_outputs: int) -> None:
-    """Move what is computed for the backward alone to right behind what it is computed from.
-
-    AOTAutograd leaves it at the graph's end: the `detach` of an attention's result, or where a
-    ReLU's result is zero. What it is computed from could not leave before.
-    """
-    results = cast("Sequence[fx.Node | None]", _output_of(graph).args[0])[:num_outputs]
-    needed = _ancestors([node for node in results if isinstance(node, fx.Node)])
-    runs = FusedRuns(graph)
-    position = {node: (i, 0) for i, node in enumerate(graph.nodes)}
-    last_placeholder: fx.Node = graph.find_nodes(op="placeholder")[-1]
-    last_behind: dict[int, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node in needed or not node.all_input_nodes or not _may_advance(node, runs):
-            continue
-        last = max((last_placeholder, *node.all_input_nodes), key=position.__getitem__)
-        if last is last_placeholder and not is_view(node):
-            continue  # a copy of a parameter in another type, say: it would only be there longer
-        number = position[last][0]
-        behind = last_behind.get(number, last)
-        behind.append(node)
-        position[node] = (number, position[behind][1] + 1)
-        last_behind[number] = node
-
-
-def _may_advance(node: fx.Node, runs: FusedRuns) -> bool:
-    """True for a view and for arithmetic that gives the same wherever it is."""
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return is_view(node) or (runs.is_fused(node) and not random)
-
-
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """These and all that they are computed from."""
-    found, pending = set[fx.Node](), list(nodes)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
-
-
-def _delay_views(placeholders: Sequence[fx.Node]) -> None:
-    """Move each view of these to right before its first use, since a `need` precedes the views."""
-    order = {node: i for i, node in enumerate(placeholders[0].graph.nodes)}
-
-    def delay(view: fx.Node) -> None:
-        for user in view.users:
-            if is_view(user):
-                delay(user)
-        if not view.users:
-            return
-        first = min(view.users, key=order.__getitem__)
-        first.prepend(view)
-        order[view] = order[first]
-
-    for placeholder in placeholders:
-        for user in placeholder.users:
-            if is_view(user):
-                delay(user)
 
 
 def _token_input(graph: fx.Graph, candidate: _Candidate, token: fx.Node) -> fx.Node:

@@ -26,6 +26,7 @@ from teraplan import ops
 from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.passes.aliases import base_of, uses_of
 from teraplan.passes.anchor import anchor_of
+from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.workspace import nbytes_of
 
 
@@ -146,14 +147,15 @@ def _chain(graph: fx.Graph, enter: Any) -> fx.Node:
 def _bracket(graph: fx.Graph, parameters: Sequence[fx.Node], chain: fx.Node) -> None:
     """Insert `acquire` before the first use of each, and `release` after the last."""
     order = {node: i for i, node in enumerate(graph.nodes)}
-    spans: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+    runs, spans = FusedRuns(graph), []
     changed = {base_of(n.args[0]) for n in order if n.target is torch.ops.aten.copy_.default}
     for parameter in parameters:
         uses = [node for node in uses_of(parameter) if node is not chain]
         users = [node for node in parameter.users if node is not chain and node.op != "output"]
         if uses:
-            last = max(uses, key=order.__getitem__)
-            spans.append((parameter, min(users, key=order.__getitem__), last))
+            first_use, last_use = (pick(uses, key=order.__getitem__) for pick in (min, max))
+            first = min([runs.first(first_use), *users], key=order.__getitem__)
+            spans.append((parameter, first, runs.last(last_use)))
     for parameter, first, last in spans:
         with graph.inserting_before(first):
             arguments = (parameter, chain, True) if parameter in changed else (parameter, chain)
@@ -217,7 +219,7 @@ def _settle(
     """Let the backward return what `settle` makes of each large parameter's gradient."""
     output = backward.output_node()
     results = list(cast("Sequence[fx.Node | None]", output.args[0]))
-    order = {node: i for i, node in enumerate(backward.nodes)}
+    order, runs = {node: i for i, node in enumerate(backward.nodes)}, FusedRuns(backward)
     for position, gradient, source in gradients:
         uses = [node for node in uses_of(base_of(gradient)) if node in order]
         arguments = [gradient, chain]
@@ -225,7 +227,8 @@ def _settle(
             parameter, ends = ended[source]
             arguments.append(parameter)
             uses += ends
-        with backward.inserting_after(max([gradient, *uses], key=order.__getitem__)):
+        last = max([gradient, *uses], key=order.__getitem__)
+        with backward.inserting_after(runs.last(last)):
             settled = backward.call_function(ops.settle, tuple(arguments))
         settled.meta["val"] = gradient.meta["val"]
         results[position] = settled

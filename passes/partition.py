@@ -1,9 +1,7 @@
 """The partitioner that Inductor and AOTAutograd call: the stock one, then the migration ops."""
 
-import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +10,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from teraplan import __version__
-from teraplan.errors import StateHasToMoveError
-from teraplan.graph_table import GraphTable
 from teraplan.passes.checkpoint_boundaries import keep_boundaries
 from teraplan.passes.finish import finish
 from teraplan.passes.insert_sites import insert_sites
@@ -25,61 +21,26 @@ from teraplan.passes.workspace import with_memory
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """Memory that a step has beside a training state that stays."""
-
-    nbytes: int
-    gradients_bytes: int
-    """Of all gradients that the step makes."""
-
-    def require(self, table: GraphTable) -> None:
-        """Raise StateHasToMoveError if a graph takes more."""
-        if table.beside_bytes(self.gradients_bytes) > self.nbytes:
-            raise StateHasToMoveError
-
-
 class TeraplanPartitioner(CustomPartitionerFn):
     """Splits a joint graph with the min-cut partitioner and instruments both halves.
 
     Picklable, and with a `uuid` that does not depend on any plan: both are in Inductor's cache
     keys, so that compiled code is reused across runs and plans.
+
+    What moves under one budget and stays under another has the same ops under both. Inductor fuses
+    other kernels around an op than without it, and those round elsewhere.
     """
 
-    def __init__(
-        self,
-        *,
-        moves_state: bool = False,
-        updates: bool = False,
-        fused: bool = True,
-        room: Room | None = None,
-    ) -> None:
-        self.moves_state = moves_state
-        """Put ops around the uses of parameters and behind gradients as well."""
+    def __init__(self, *, updates: bool = False, fused: bool = True) -> None:
         self.updates = updates
-        """Where these can be updated in the backward."""
+        """Parameters may be updated at their gradients, in the backward."""
         self.fused = fused
         """Inductor compiles the halves."""
-        self.room = room
-        """What graphs may take; with more they are not compiled."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Without the room: it changes no graph."""
-        return functools.partial(
-            TeraplanPartitioner,
-            moves_state=self.moves_state,
-            updates=self.updates,
-            fused=self.fused,
-        ), ()
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partition `gm` as AOTAutograd asks for: the forward and the backward module.
-
-        Raises:
-            StateHasToMoveError: they take more than there is room for.
-        """
+        """Partition `gm` as AOTAutograd asks for: the forward and the backward module."""
         kwargs.pop("compiler", None)
         keep_boundaries(gm.graph)
         forward, backward = min_cut_rematerialization_partition(
@@ -92,16 +53,12 @@ class TeraplanPartitioner(CustomPartitionerFn):
             *graphs,
             num_outputs=num_outputs,
             static_inputs=static,
-            moves_state=self.moves_state,
             fused=self.fused,
         )
-        if self.moves_state:
-            insert_state_sites(
-                *graphs, num_outputs=num_outputs, static_inputs=static, updates=self.updates
-            )
+        insert_state_sites(
+            *graphs, num_outputs=num_outputs, static_inputs=static, updates=self.updates
+        )
         table = with_memory(table, *graphs, static_inputs=static, fused=self.fused)
-        if self.room is not None:
-            self.room.require(table)
         for module in (forward, backward):
             finish(module)
         verify_pair(forward.graph, backward.graph, table)
@@ -117,16 +74,14 @@ class TeraplanPartitioner(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
-        what = "updates" if self.updates else "state"
-        return f"teraplan-{__version__}-partitioner-24-{what if self.moves_state else 'saved'}"
+        updated = "gradients" if self.updates else "step"
+        return f"teraplan-{__version__}-partitioner-25-{updated}"
 
 
-def config_patches(
-    *, moves_state: bool = False, updates: bool = False, room: Room | None = None
-) -> dict[str, object]:
+def config_patches(*, updates: bool = False) -> dict[str, object]:
     """What to pass to `compile_fx` so that the graphs get their ops."""
     register_lowerings()
-    partitioner = TeraplanPartitioner(moves_state=moves_state, updates=updates, room=room)
+    partitioner = TeraplanPartitioner(updates=updates)
     return {"custom_partitioner_fn": partitioner, **INDUCTOR_CONFIG}
 
 
@@ -134,14 +89,9 @@ def partition(
     gm: fx.GraphModule,
     joint_inputs: Sequence[object],
     *,
-    moves_state: bool = False,
     updates: bool = False,
-    room: Room | None = None,
     **kwargs: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """`TeraplanPartitioner` as the plain function that `aot_autograd` takes."""
     with torch.no_grad():
-        split = TeraplanPartitioner(
-            moves_state=moves_state, updates=updates, fused=False, room=room
-        )
-        return split(gm, joint_inputs, **kwargs)
+        return TeraplanPartitioner(updates=updates, fused=False)(gm, joint_inputs, **kwargs)

@@ -140,8 +140,8 @@ def find_recipes(
     results = cast("Sequence[fx.Node | None]", forward.output_node().args[0])
     outputs = {base_of(n) for n in results[:num_outputs] if isinstance(n, fx.Node)}
     kept = {n for n in results[num_outputs:] if isinstance(n, fx.Node)}
-    small = {n for n in kept - set(slots) if nbytes_of(n) < MIN_SLOT_BYTES}
-    lent = {n for n in static | small if base_of(n) not in outputs and not _is_overwritten(n)}
+    small = {n for n in static | (kept - set(slots)) if nbytes_of(n) < MIN_SLOT_BYTES}
+    lent = {n for n in small if base_of(n) not in outputs and not _is_overwritten(n)}
     bases = [base_of(node) for node in slots]
     order = {node: i for i, node in enumerate(forward.nodes)}
     found: dict[fx.Node, FoundRecipe] = {}

@@ -73,13 +73,19 @@ def with_memory(
         fused: Inductor compiles them.
     """
     saves = forward.find_nodes(op="call_function", target=ops.save)
+    saved = {save.args[2]: base_of(save.args[0]) for save in saves}
+    stays, moves = (
+        dataclasses.replace(
+            memory_of(backward, fused=fused, saved=saved, state_moves=state_moves),
+            gradients_bytes=_gradients_nbytes(backward, static_inputs, state_moves=state_moves),
+        )
+        for state_moves in (False, True)
+    )
     table = dataclasses.replace(
         table,
         forward=memory_of(forward, fused=fused, saved={}),
-        backward=memory_of(
-            backward, fused=fused, saved={save.args[2]: base_of(save.args[0]) for save in saves}
-        ),
-        gradients_bytes=_gradients_nbytes(backward, static_inputs),
+        backward=stays,
+        backward_of_moving=moves,
         sizes_vary=any(_is_symbolic(node) for node in forward.nodes),
     )
     for graph, op in ((forward, ops.enter), (backward, ops.enter_backward)):
@@ -88,7 +94,9 @@ def with_memory(
     return table
 
 
-def memory_of(graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node]) -> GraphMemory:
+def memory_of(
+    graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node], state_moves: bool = False
+) -> GraphMemory:
     """What a graph takes that has its ops.
 
     Args:
@@ -96,10 +104,14 @@ def memory_of(graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node]) -> 
         fused: its kernels are Inductor's.
         saved: of a backward, the node of the forward that each slot is (a view of); of a forward,
             nothing.
+        state_moves: gradients that `settle` is given leave the graph's memory there.
     """
     runs = FusedRuns(graph) if fused else None
     position = _positions(graph, runs)
-    made = list(_intermediates(graph, position, runs))
+    inlined = inlined_nodes(graph, runs) if runs is not None else frozenset[fx.Node]()
+    if not state_moves:  # they are what they are given
+        inlined |= set(graph.find_nodes(op="call_function", target=ops.settle))
+    made = list(_intermediates(graph, position, runs, inlined=inlined))
     if fused:
         made = _written_in_place(made)
     spans = [*made, *_needed(graph, position, saved), *_tangents(graph, position)]
@@ -109,15 +121,27 @@ def memory_of(graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node]) -> 
 
 def workspace_nbytes(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> int:
     """Most bytes of intermediates at once, run node by node, `excluded` ones left out."""
-    return _peak(list(_intermediates(graph, _positions(graph, None), None, excluded)))
+    return _peak(list(_intermediates(graph, _positions(graph, None), None, excluded=excluded)))
 
 
-def _gradients_nbytes(backward: fx.Graph, static_inputs: Sequence[int]) -> int:
+def _gradients_nbytes(
+    backward: fx.Graph, static_inputs: Sequence[int], *, state_moves: bool
+) -> int:
     """What is there of parameters' gradients at the end of the graph."""
     results = cast("Sequence[fx.Node | None]", backward.output_node().args[0])
     found = {results[i] for i in static_inputs if i < len(results)}
-    bases = {base_of(node) for node in found if isinstance(node, fx.Node)}
-    return sum(nbytes_of(base) for base in bases if base.target is not ops.settle)
+    nodes = [node for node in found if isinstance(node, fx.Node)]
+    bases = {base_of(_settled(node)) for node in nodes if not (state_moves and _is_settle(node))}
+    return sum(map(nbytes_of, bases))
+
+
+def _is_settle(node: fx.Node) -> bool:
+    return node.target is ops.settle
+
+
+def _settled(node: fx.Node) -> fx.Node:
+    """The gradient itself."""
+    return cast("fx.Node", node.args[0]) if _is_settle(node) else node
 
 
 def _positions(graph: fx.Graph, runs: FusedRuns | None) -> dict[fx.Node, int]:
@@ -137,10 +161,11 @@ def _intermediates(
     graph: fx.Graph,
     position: Mapping[fx.Node, int],
     runs: FusedRuns | None,
+    *,
+    inlined: Set[fx.Node] = frozenset(),
     excluded: Set[fx.Node] = frozenset(),
 ) -> Iterator[_Span]:
     """What the nodes of a graph leave in memory, from where it is made to its last use."""
-    inlined = inlined_nodes(graph, runs) if runs is not None else frozenset[fx.Node]()
     last_use = _last_uses(graph, position, inlined)
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or is_view(node) or node in inlined:

@@ -40,6 +40,7 @@ class GraphForecast:
         """Of gradients and optimizer state, what does not exist yet."""
         self.update_bytes = 0
         """What one parameter's update needs beside its state."""
+        self._state_moves = False
         self._tables: dict[str, GraphTable] = {}
 
     def refresh(
@@ -57,7 +58,7 @@ class GraphForecast:
         self.gradients_bytes, self.optimizer_bytes = census.missing_nbytes(
             self._device.type, below=below
         )
-        self.update_bytes = update_bytes
+        self.update_bytes, self._state_moves = update_bytes, state_moves
         for table in tables:
             self.add(table)
 
@@ -78,24 +79,20 @@ class GraphForecast:
     @property
     def other_bytes(self) -> int:
         """All that is not a saved activation, workspace as the graphs predict it."""
-        gradients = self.gradients_bytes
-        beside = (table.resident_bytes(gradients) for table in self._tables.values())
+        beside = (
+            table.resident_bytes(self.gradients_bytes, state_moves=self._state_moves)
+            for table in self._tables.values()
+        )
         return self.lasting_bytes + max([self._updated_bytes, *beside])
 
     @property
     def least_bytes(self) -> int:
         """What the graphs predict to be enough, everything that can move elsewhere."""
-        gradients = self.gradients_bytes
-        beside = (table.beside_bytes(gradients) for table in self._tables.values())
+        beside = (
+            table.beside_bytes(self.gradients_bytes, state_moves=self._state_moves)
+            for table in self._tables.values()
+        )
         return with_spare(self.lasting_bytes + max([self._updated_bytes, *beside]))
-
-    def room_bytes(self, budget_bytes: int) -> int:
-        """What of the budget there is for a graph beside what lasts, the spare left out.
-
-        Negative if the optimizer's step alone has too little.
-        """
-        room = without_spare(budget_bytes) - self.lasting_bytes
-        return room if room >= self._updated_bytes else -1
 
     @property
     def unlimited_peak_bytes(self) -> int:
@@ -176,8 +173,3 @@ def _with_margin(nbytes: int) -> int:
 def with_spare(nbytes: int) -> int:
     """What is predicted, and some more."""
     return nbytes + int(nbytes * _SPARE_FRACTION) + _MEASURED_IN_BYTES
-
-
-def without_spare(nbytes: int) -> int:
-    """The most that is no more than `nbytes` with its spare."""
-    return int((nbytes - _MEASURED_IN_BYTES) / (1 + _SPARE_FRACTION))

@@ -35,7 +35,7 @@ class BudgetShares:
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Forget what the graphs have said: they are compiled anew."""
+        """Forget what the graphs have said, and what was measured."""
         self.forecast = GraphForecast(self._device)
         self._divided = self._divided_by_measurement = False
 
@@ -57,16 +57,6 @@ class BudgetShares:
         """True if the budget does not hold all that the graphs predict."""
         needed = self.forecast.unlimited_peak_bytes + self._keeper.step_bytes
         return self._budget_bytes < needed
-
-    def room(self, tables: Iterable[GraphTable]) -> tuple[int, int] | None:
-        """What a graph may take so that the training state can stay, and bytes of all gradients.
-
-        None if the budget is not one in bytes.
-        """
-        if self._given is None or self._given.nbytes is None:
-            return None
-        self._refresh(tables)
-        return self.forecast.room_bytes(self._given.nbytes), self.forecast.gradients_bytes
 
     def refuse_state_alone(self) -> None:
         """Raise InfeasibleBudgetError if not even the training state fits."""

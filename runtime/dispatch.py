@@ -150,7 +150,7 @@ def _settle(
     gradient: torch.Tensor, chain: torch.Tensor, parameter: torch.Tensor | None = None
 ) -> torch.Tensor:
     state = _state()
-    return state.settle(gradient, parameter) if state is not None else gradient.clone()
+    return state.settle(gradient, parameter) if state is not None else gradient
 
 
 def _engine_of(token: torch.Tensor) -> tuple[Engine, int]:

@@ -211,7 +211,6 @@ class Engine:
         number = self._number_of(saved)
         self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))
         self._bring(saved)
-        self.recomputer.confirm(saved)
         saved.check_version()
         saved.in_use += 1
         assert saved.tensor is not None

@@ -16,8 +16,7 @@ from typing import Protocol
 
 import torch
 
-from teraplan.errors import UnsupportedError
-from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
+from teraplan.graph_table import GraphTable
 from teraplan.runtime.device import Device
 from teraplan.runtime.mover import Mover
 from teraplan.runtime.saved import Saved, View
@@ -65,18 +64,14 @@ class Remake:
     """Slots."""
     views: dict[int, View]
     """By slot, of the call that saved it."""
-    beside: tuple[tuple[torch.Tensor, int], ...]
-    """Further inputs, and autograd's counter of their modifications. Small ones are copies."""
+    beside: tuple[torch.Tensor, ...]
+    """Further inputs, small ones, as they were: programs may change them until the backward, also
+    unseen by autograd, as in `parameter.data`."""
 
     @property
     def from_views(self) -> list[View]:
         """What it starts from."""
         return [self.views[slot] for slot in self.sources]
-
-    @property
-    def intact(self) -> bool:
-        """False if user code has changed an input since the forward."""
-        return all(tensor._version == version for tensor, version in self.beside)
 
 
 class Recomputer:
@@ -149,7 +144,7 @@ class Recomputer:
         if saved.tokens > 1 or not _is_whole(x, saved, compiled.result_layout):
             saved.remake = None
             return
-        kept = tuple((t, t._version) for t in map(_as_it_is, beside))
+        kept = tuple(tensor.detach().clone() for tensor in beside)
         saved.remake = Remake(recipe.program, compiled, recipe.sources, views, kept)
         if self.rehearsing:
             self._waiting.append(saved)
@@ -173,11 +168,6 @@ class Recomputer:
             else:
                 self._waiting.append(saved)
 
-    def confirm(self, saved: Saved) -> None:
-        """The backward needs `saved`: could it be computed again here?"""
-        if saved.remake is not None and not saved.remake.intact and self.rehearsing:
-            self.rehearsed[saved.order] = None
-
     def remake(self, saved: Saved, bring: Callable[[Saved], None], limit_bytes: int | None) -> None:
         """Compute `saved` again, from sources that `bring` puts on the device.
 
@@ -185,9 +175,6 @@ class Recomputer:
             saved: has been dropped.
             bring: puts another one on the device.
             limit_bytes: most managed bytes on the device; None: a plan sees to that.
-
-        Raises:
-            UnsupportedError: user code has changed an input after the forward.
         """
         remake = saved.remake
         assert remake is not None, f"{saved.name} has no recipe"
@@ -196,11 +183,6 @@ class Recomputer:
             for source in sources:
                 bring(source)
                 source.check_version()
-            if not remake.intact:
-                raise UnsupportedError(
-                    f"{saved.name}: a parameter or buffer was changed between the forward, which "
-                    'computed it, and the backward, which computes it again; set recompute="never"'
-                )
             if limit_bytes is not None:
                 self._mover.make_room(saved.nbytes, limit_bytes)
             start = self._device.mark()
@@ -254,7 +236,7 @@ class Recomputer:
         ]
         result = self._device.empty(*recipe.result_layout)
         with torch.no_grad():
-            recipe.run([*inputs, *(tensor.detach() for tensor, _ in remake.beside)], result)
+            recipe.run([*inputs, *remake.beside], result)
         return result
 
 
@@ -268,15 +250,6 @@ def _in_use(parties: Sequence[Saved]) -> Iterator[None]:
     finally:
         for party in parties:
             party.in_use -= 1
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    """A small tensor as it is now, whatever becomes of it until the backward.
-
-    What a program writes to `parameter.data`, autograd does not count.
-    """
-    small = tensor.numel() * tensor.element_size() < MIN_SLOT_BYTES
-    return tensor.detach().clone() if small else tensor
 
 
 def _is_whole(x: torch.Tensor, saved: Saved, layout: Layout) -> bool:

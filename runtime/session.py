@@ -100,25 +100,17 @@ class Session:
 
     # -- what compiled graphs tell -------------------------------------------------------------
 
-    def compiling(self, inputs: Sequence[object]) -> bool:
-        """Another graph is being compiled; True if its parameters are to have ops, too."""
+    def compiling(self, inputs: Sequence[object]) -> None:
+        """Another graph is being compiled, or another session's comes to this one."""
         self._compiles += 1
         self.keeper.meet(inputs)
         self.engine.take_state(self.keeper.state)
         self.host_updates.meet(inputs)
-        return self.keeper.moves
 
     @property
     def has_compiled(self) -> bool:
         """True if a graph has been compiled, also one that saves nothing."""
         return self._compiles > 0
-
-    def room(self) -> tuple[int, int] | None:
-        """What a graph may take so that the training state can stay, and bytes of all gradients.
-
-        None if no graph changes anything: the state moves, or has to stay, or a step is under way.
-        """
-        return self._shares.room(self.tables.values()) if self._may_start else None
 
     def start_moving_state(self) -> None:
         """The training state moves from here on; what was measured while it stayed is forgotten."""
@@ -128,6 +120,7 @@ class Session:
         self.cases.clear()
         self.tables.clear()
         self._shares.start_anew()
+        self._compiles += 1  # the step under way is as unlike others as if graphs were compiled
         self.device.run_fast()  # gives back what parameters have left in the heap
 
     def optimizer_stepped(self) -> None:
@@ -154,8 +147,7 @@ class Session:
 
         Raises:
             TeraplanError: training cannot go on within the budget, or with the given plan.
-            StateHasToMoveError: it can, if the training state starts to move and all graphs are
-                compiled anew.
+            StateHasToMoveError: it can, if the training state starts to move.
         """
         self.last_used_ns = time.perf_counter_ns()
         if self._error is not None:

@@ -48,6 +48,8 @@ class GraphMemory:
     """Most at once of what no op can send away."""
     least_bytes: int = 0
     """Most at once of that and of saved activations in use, all others elsewhere."""
+    gradients_bytes: int = 0
+    """What it holds at its end of the parameters' gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,27 +63,32 @@ class GraphTable:
     """Saved activations that stay where they are: (name, nbytes, why)."""
     forward: GraphMemory = GraphMemory()
     backward: GraphMemory = GraphMemory()
-    gradients_bytes: int = 0
-    """What the backward holds at its end of the parameters' gradients."""
+    """Where gradients stay."""
+    backward_of_moving: GraphMemory = GraphMemory()
+    """Where large ones are copied, once they are complete, to memory that is accounted for
+    elsewhere."""
     sizes_vary: bool = False
     """Bytes are those of the sizes that were met first."""
 
-    def beside_bytes(self, gradients_bytes: int) -> int:
+    def beside_bytes(self, gradients_bytes: int, *, state_moves: bool) -> int:
         """What a step over this graph takes at least beside parameters and optimizer state.
 
         Args:
             gradients_bytes: of all gradients that the step makes, those of other graphs included.
+            state_moves: large gradients do, and `gradients_bytes` is of the others.
         """
-        others = self._others(gradients_bytes)
-        return max(self.forward.least_bytes, others + self.backward.least_bytes)
+        backward = self._backward(state_moves)
+        others = max(0, gradients_bytes - backward.gradients_bytes)
+        return max(self.forward.least_bytes, others + backward.least_bytes)
 
-    def resident_bytes(self, gradients_bytes: int) -> int:
+    def resident_bytes(self, gradients_bytes: int, *, state_moves: bool) -> int:
         """The same but for the saved activations that the graph brings back."""
-        others = self._others(gradients_bytes)
-        return max(self.forward.workspace_bytes, others + self.backward.workspace_bytes)
+        backward = self._backward(state_moves)
+        others = max(0, gradients_bytes - backward.gradients_bytes)
+        return max(self.forward.workspace_bytes, others + backward.workspace_bytes)
 
-    def _others(self, gradients_bytes: int) -> int:
-        return max(0, gradients_bytes - self.gradients_bytes)
+    def _backward(self, state_moves: bool) -> GraphMemory:
+        return self.backward_of_moving if state_moves else self.backward
 
     def to_json(self) -> str:
         """The table as one line of JSON."""
@@ -93,8 +100,8 @@ class GraphTable:
         data = json.loads(text)
         data["slots"] = tuple(_slot(slot) for slot in data["slots"])
         data["uncovered"] = tuple((name, nbytes, why) for name, nbytes, why in data["uncovered"])
-        data["forward"] = GraphMemory(**data["forward"])
-        data["backward"] = GraphMemory(**data["backward"])
+        for key in ("forward", "backward", "backward_of_moving"):
+            data[key] = GraphMemory(**data[key])
         return cls(**data)
 
 

@@ -22,17 +22,17 @@ Before Inductor's kernels `save` is given `realize(x)`, which is `x` and lets it
 where it is computed on, as what a graph returns has it. Else each kernel that reads `x` would
 compute it anew, and `save` once more.
 
-Where parameters and gradients move, too, both graphs have these besides:
+For parameters and gradients, which may move, too, both graphs have these besides:
 
     acquire(p, chain)                           dw    = mm(...)
     y     = x @ p                               dw_1  = settle(dw, chain)
     release(p, chain)                           return dw_1
 
 `acquire` and `release` say that they mutate `p`, so that no use of it is outside of them; where the
-graph itself does, `acquire` has `changes`. `settle`
-returns the gradient in memory that can move; where parameters may be updated at their gradients, it
-is given the parameter, too, of which the graph has had the last use. Where nothing is saved that
-could move, `enter_state` makes the chain.
+graph itself does, `acquire` has `changes`. `settle` returns the gradient in memory that can move,
+or the gradient itself where it stays; where parameters may be updated at their gradients, it is
+given the parameter, too, of which the graph has had the last use. Where nothing is saved that could
+move, `enter_state` makes the chain.
 """
 
 from collections.abc import Callable, Sequence

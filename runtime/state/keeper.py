@@ -52,8 +52,6 @@ class StateKeeper:
         self._met = WeakIdKeyDictionary()
         """Parameters that were met while the state stayed."""
         self._not_used: NotUsedYet | None = None
-        self.graphs_without_ops = 0
-        """Graphs that were compiled before the state started to move, and run on as they are."""
 
     @property
     def moves(self) -> bool:
@@ -95,12 +93,6 @@ class StateKeeper:
     def _slow_paths(self) -> Iterator[str]:
         """What could move and does not, or slowly."""
         assert self.state is not None
-        if self.graphs_without_ops:
-            yield (
-                f"{self.graphs_without_ops} graphs with sizes that vary were compiled before the "
-                "training state started to move, and read their parameters through the spill file; "
-                'training_state="moves" prevents that'
-            )
         yield from (_shared_text(parameter) for parameter in self.state.shared)
         if self._not_used is not None:
             yield from self._not_used.fallbacks
@@ -170,8 +162,7 @@ class StateKeeper:
         """A graph has run.
 
         Raises:
-            FallbackRefusedError: `strict` is set, and a parameter stays although the state moves,
-                or a graph knows nothing of its moving.
+            FallbackRefusedError: `strict` is set, and a parameter stays although the state moves.
         """
         if self._config.strict and self.state is not None:
             for what in self._slow_paths():

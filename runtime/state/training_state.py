@@ -284,7 +284,7 @@ class TrainingState:
                 updated now, what comes back only stands for the gradient.
         """
         if self.closed:
-            return gradient.clone()
+            return gradient
         if parameter is not None and self.at_gradients is not None:
             taken = self.at_gradients.settle(parameter, gradient)
             if taken is not None:

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from bench.models import encoder, gpt
 from teraplan import planners
-from teraplan.errors import PlanMismatchError, UnsupportedError
+from teraplan.errors import PlanMismatchError
 from teraplan.passes import recipes
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan
 from teraplan.runtime import case, feedback
 from teraplan.runtime.calibration import Calibration
-from teraplan.runtime.recompute import Remake
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_moving, states
 from tests.end_to_end.training import (
     UNLIMITED,
@@ -265,38 +264,6 @@ class Scaled(nn.Module):
         return x.square().mean()
 
 
-def scaled_training() -> Program:
-    def batch(step: int) -> tuple[Tensor]:
-        return (torch.randn(1024, 256, generator=torch.Generator().manual_seed(step)),)
-
-    return training(Scaled, batch, steps=9)
-
-
-@pytest.fixture(scope="module")
-def scaled_reference(_deterministic: None) -> Run:
-    """The scaled model's training with unlimited memory."""
-    return unlimited(scaled_training())
-
-
-def changed(_: Remake) -> bool:
-    return False
-
-
-@pytest.mark.slow
-def test_inputs_that_change_before_the_backward(
-    scaled_reference: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While steps are measured that is noticed, and nothing is computed from them."""
-    plain = tight(scaled_training(), scaled_reference, 0.7, recompute="auto")
-    assert_same(scaled_reference, plain)
-    assert plain.final.recomputed > 0
-    assert any(parameters_of_recipes()), "or nothing could change"
-    monkeypatch.setattr(Remake, "intact", property(changed))
-    limited = tight(scaled_training(), scaled_reference, 0.7, recompute="auto")
-    assert_same(scaled_reference, limited)
-    assert limited.final.recomputed == 0
-
-
 def parameters_of_recipes() -> list[int]:
     """Number of parameters that each recipe takes. Keeps no session, and so no plan, alive."""
     tables = [table for session in sessions() for table in session.tables.values()]
@@ -326,27 +293,6 @@ def test_small_inputs_may_change() -> None:
     assert_same(reference, limited)
     assert limited.final.recomputed > 0
     assert any(parameters_of_recipes())
-
-
-@pytest.mark.slow
-def test_inputs_that_change_under_a_plan(
-    scaled_reference: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def program(this: Run) -> None:
-        model = this.compile(Scaled())
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for step in range(5):
-            if step == 4:
-                monkeypatch.setattr(Remake, "intact", property(changed))
-            random = torch.Generator().manual_seed(step)
-            loss = model(torch.randn(1024, 256, generator=random))
-            torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
-
-    with pytest.raises(UnsupportedError, match="changed between the forward"):
-        tight(program, scaled_reference, 0.7, recompute="auto")
 
 
 class Random(nn.Module):

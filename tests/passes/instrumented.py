@@ -9,6 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.decomposition import select_decomp_table
 
+from teraplan import ops
 from teraplan.graph_table import GraphTable
 from teraplan.passes import partition
 
@@ -30,7 +31,7 @@ def instrumented(
         **kwargs: Any,  # noqa: ANN401
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = partition.partition(gm, joint_inputs, **kwargs)
-        enters = [n for n in forward.graph.nodes if "enter" in str(n.target)]
+        enters = forward.graph.find_nodes(op="call_function", target=ops.enter)
         text = str(enters[0].args[1]) if enters else ""
         table = GraphTable.from_json(text) if text else None
         if table is not None:

@@ -2,16 +2,14 @@
 
 import pickle
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
 from teraplan import ops
-from teraplan.errors import StateHasToMoveError
 from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.passes.aliases import base_of
-from teraplan.passes.partition import Room, TeraplanPartitioner
+from teraplan.passes.partition import TeraplanPartitioner
 from tests.passes.instrumented import instrumented
 
 SIDE = 160
@@ -158,22 +156,48 @@ def test_a_mask_for_the_backward_is_made_next_to_what_it_is_of() -> None:
     assert min(order[save] for save in saves) < order[second_product], f"{forward}"
 
 
-def test_partitioners_are_the_same_whatever_room_there_is() -> None:
-    """They are in the keys of compile caches, and the room changes no graph."""
-    with_room = TeraplanPartitioner(room=Room(nbytes=1, gradients_bytes=0))
-    assert pickle.dumps(with_room) == pickle.dumps(TeraplanPartitioner())
-    assert pickle.dumps(with_room) != pickle.dumps(TeraplanPartitioner(moves_state=True))
+def test_a_product_does_not_part_what_could_be_one_kernel() -> None:
+    """As in a gated layer: its ops would be between the activation and the product with it."""
+    gate, up = (torch.nn.Parameter(square(seed)) for seed in (1, 2))
+    forward, _, _ = instrumented(lambda x: (F.silu(x @ gate.t()) * (x @ up.t())).sum(), square())
+    order = {node: i for i, node in enumerate(forward.nodes)}
+    first, second = forward.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    (activation,) = forward.find_nodes(op="call_function", target=torch.ops.aten.silu.default)
+    assert first in activation.all_input_nodes
+    for op in (ops.acquire, ops.release):
+        assert all(order[n] < order[activation] for n in order if n.target is op), f"{forward}"
+    assert order[second] < order[activation]
 
 
-def test_graphs_that_take_more_than_there_is_room_for_are_not_compiled() -> None:
-    _, _, table = instrumented(chain, square(), square(1))
-    least = table.beside_bytes(0)
-    assert least >= 3 * SIDE * SIDE * 4
-    Room(nbytes=least, gradients_bytes=0).require(table)
-    with pytest.raises(StateHasToMoveError):
-        Room(nbytes=least - 1, gradients_bytes=0).require(table)
-    others = table.beside_bytes(least + 1000) - table.backward.least_bytes
-    assert others == least + 1000 - table.gradients_bytes, "gradients of other graphs"
+def test_a_product_waits_for_what_it_is_given() -> None:
+    up = torch.nn.Parameter(square(2))
+    forward, _, _ = instrumented(lambda x: (x.sin() * (x.cos() @ up.t())).sum(), square())
+    (product,) = forward.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    order = {node: i for i, node in enumerate(forward.nodes)}
+    assert all(order[source] < order[product] for source in product.all_input_nodes)
+
+
+def test_compile_caches_tell_partitioners_apart_by_what_they_do() -> None:
+    plain, again, updating = (
+        TeraplanPartitioner(updates=updates) for updates in (False, False, True)
+    )
+    assert pickle.dumps(plain) == pickle.dumps(again) != pickle.dumps(updating)
+    assert plain.uuid() == again.uuid() != updating.uuid()
+
+
+def test_what_graphs_take_beside_a_state_that_moves_and_beside_one_that_stays() -> None:
+    x, weight = square(), torch.nn.Parameter(square(1))
+    _, backward, table = instrumented(lambda x: chain(x, weight), x)
+    assert backward.find_nodes(op="call_function", target=ops.settle)
+    nbytes = SIDE * SIDE * 4
+    assert (table.backward.gradients_bytes, table.backward_of_moving.gradients_bytes) == (nbytes, 0)
+    for state_moves, memory in ((False, table.backward), (True, table.backward_of_moving)):
+        assert table.beside_bytes(0, state_moves=state_moves) == max(
+            table.forward.least_bytes, memory.least_bytes
+        )
+        far_more = table.beside_bytes(100 * nbytes, state_moves=state_moves)
+        others = far_more - memory.least_bytes
+        assert others == 100 * nbytes - memory.gradients_bytes, "gradients of other graphs"
 
 
 def test_the_table_tells_graphs_apart_and_repeats() -> None:

@@ -142,7 +142,9 @@ def test_what_comes_back_counts_while_it_is_used_and_gradients_until_they_settle
     slot = _sine(256)
     stays = memory_of(_chained(), fused=False, saved={0: slot})
     assert (stays.workspace_bytes, stays.least_bytes) == (5 * KIB, 5 * KIB)
-    moves = memory_of(_chained(settles=True), fused=False, saved={0: slot})
+    with_op = memory_of(_chained(settles=True), fused=False, saved={0: slot})
+    assert with_op == stays, "where it stays, the op gives back what it is given"
+    moves = memory_of(_chained(settles=True), fused=False, saved={0: slot}, state_moves=True)
     assert (moves.workspace_bytes, moves.least_bytes) == (4 * KIB, 4 * KIB)
     large = _sine(2048)
     assert memory_of(_chained(), fused=False, saved={0: large}).least_bytes == 9 * KIB, (
