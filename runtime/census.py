@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -133,11 +133,23 @@ def _instances(kind: type[_T]) -> list[_T]:
 
     By identities of classes: some tracked objects answer `__class__` with surprises, and some
     classes have no hash.
+
+    The list of all objects must not be there while another thread runs: CPython raises a
+    SystemError where a tuple that is still being filled is held by somebody else. So no bytecode
+    runs from when the list is made to when it is gone, only functions that keep the GIL.
     """
     wanted = set(map(id, _with_subclasses(kind)))
-    objects = gc.get_objects()
-    found = compress(objects, map(wanted.__contains__, map(id, map(type, objects))))
-    return cast("list[_T]", list(found))
+    return cast("list[_T]", list(_of_classes(wanted)))
+
+
+def _of_classes(wanted: set[int]) -> Iterator[object]:
+    """Objects whose class has one of these identities; all are listed while it is gone through."""
+    everything: list[object] = []
+    objects, again = iter(everything), iter(everything)
+    fill = map(everything.extend, map(gc.get_objects, (None,)))
+    found = compress(objects, map(wanted.__contains__, map(id, map(type, again))))
+    clear = map(list[object].clear, (everything,))
+    return chain(filter(None, fill), found, filter(None, clear))
 
 
 def _with_subclasses(kind: type) -> Iterator[type]:

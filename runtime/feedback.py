@@ -69,10 +69,11 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         peak_bytes: the most memory that tensors took since the plan came into force.
         budget_bytes: what they may take.
     """
-    if plans.replayed is not None:
-        return _NOTHING
     within = min(MEASURED_WITHIN_BYTES, int(budget_bytes * _WITHIN_FRACTION))
-    if peak_bytes > budget_bytes + within and case.corrections < _MAX_CORRECTIONS:
+    is_over = peak_bytes > budget_bytes + within and case.corrections < _MAX_CORRECTIONS
+    if plans.replayed is not None:
+        return _said_once(case, peak_bytes, budget_bytes) if is_over else _NOTHING
+    if is_over:
         return _hold_back(case, plans, peak_bytes, budget_bytes)
     is_late = case.num_runs % _COMPARED_EVERY == 0
     if case.num_runs not in _COMPARED_AFTER and not is_late:
@@ -90,6 +91,15 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         again = plans.predict_again(case, better or plan)
         return Lesson(plan=again, only_predicts=better is None)
     return _NOTHING
+
+
+def _said_once(case: Case, peak_bytes: int, budget_bytes: int) -> Lesson:
+    """Of a replayed plan, which stays as it is."""
+    case.corrections = _MAX_CORRECTIONS
+    return Lesson(
+        fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
+        f"{format_nbytes(budget_bytes)} that the replayed plan was made for"
+    )
 
 
 def _has_changed(case: Case, plan: Plan) -> bool:

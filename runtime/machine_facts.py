@@ -16,6 +16,7 @@ import torch
 
 from teraplan.errors import StorageError
 from teraplan.runtime import cpu_allocator
+from teraplan.runtime.control_groups import limited_groups
 from teraplan.runtime.storage import default_directory
 from teraplan.runtime.storage.directories import open_directory
 from teraplan.runtime.storage.disk_counters import DiskCounters, disk_counters
@@ -25,11 +26,6 @@ from teraplan.units import GIB, format_nbytes
 
 _LITTLE_SPACE_BYTES = 16 * GIB
 _WORN_SHARE = 0.9
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-_NO_LIMIT_BYTES = 1 << 60
 
 
 class Status(StrEnum):
@@ -121,17 +117,12 @@ def _memory_of_tensors() -> Fact:
 
 
 def _cgroup(total: int) -> Fact:
-    for path in _CGROUP_LIMITS:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text != "max" and int(text) < min(total, _NO_LIMIT_BYTES):
-            advice = "budgets count against this limit, not against the machine's memory"
-            value = format_nbytes(int(text))
-            return Fact(name="cgroup limit", value=value, status=Status.NOTE, advice=advice)
+    limit = min((group.limit_bytes for group in limited_groups()), default=total)
+    if limit >= total:
         return Fact(name="cgroup limit", value="none")
-    return Fact(name="cgroup limit", value="unknown", status=Status.NOTE)
+    advice = "budgets count against this limit, not against the machine's memory"
+    value = format_nbytes(limit)
+    return Fact(name="cgroup limit", value=value, status=Status.NOTE, advice=advice)
 
 
 def _locked_memory() -> Fact:

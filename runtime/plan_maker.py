@@ -5,24 +5,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from teraplan.check_plan import require_valid
 from teraplan.config import Config
-from teraplan.errors import (
-    InfeasibleBudgetError,
-    InvalidPlanError,
-    PlanMismatchError,
-    UnsupportedError,
-)
+from teraplan.errors import InfeasibleBudgetError, PlanMismatchError
 from teraplan.graph_table import GraphTable
 from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.memory_curve import device_curve
 from teraplan.plan import Plan
-from teraplan.plan_file import read_plan, require_same_fingerprint
-from teraplan.planners import as_it_is, make_plan, planner_named, with_choices_of
+from teraplan.plan_file import require_same_fingerprint
+from teraplan.planners import make_plan, planner_named, with_choices_of
 from teraplan.planners.base import Problem, require_feasible
 from teraplan.recomputed_step import independent
 from teraplan.runtime.case import Case
@@ -40,29 +34,20 @@ _WEAR_ATTEMPTS = 5
 
 
 class PlanMaker:
-    """Plans within one configuration on one device.
+    """Plans within one configuration on one device, or has the plan that is replayed.
 
     Raises:
-        FileFormatError: (constructor) the plan file to replay is none, or not valid.
         ConfigError: (constructor) there is no such policy.
-        UnsupportedError: (constructor) the plan has updates on the host's cores.
     """
 
-    def __init__(self, config: Config, device: Device, reports: ReportFiles) -> None:
+    def __init__(
+        self, config: Config, device: Device, reports: ReportFiles, replayed: Plan | None = None
+    ) -> None:
         self._config = config
         self._device = device
         self._reports = reports
         self._machine: Hardware | None = None
-        self.replayed: Plan | None = None
-        if config.plan != "auto":
-            plan = read_plan(Path(config.plan))
-            try:
-                self.replayed = as_it_is(plan)
-            except InvalidPlanError as error:
-                raise InvalidPlanError(f"{config.plan}: {error}") from None
-            _require_possible_here(self.replayed, config.plan)
-            if self.replayed is not plan:
-                log.info("%s was edited: what it says is predicted anew", config.plan)
+        self.replayed = replayed
         planner_named(config.policy)  # an unknown one is told at once, not after measuring
 
     def require_known(self, table: GraphTable) -> None:
@@ -285,12 +270,3 @@ def _recomputed_by(plan: Plan | None, trace: StepTrace) -> bool | Sequence[int]:
         return True
     chosen = [choice.tensor_id for choice in plan.recomputed]
     return chosen if list(independent(trace, chosen)) == chosen else True
-
-
-def _require_possible_here(plan: Plan, path: str) -> None:
-    if plan.host_updates:
-        raise UnsupportedError(
-            f"{path}: {len(plan.host_updates)} updates run on the host's cores in this plan; plans "
-            "can be made and simulated so, but are not replayed. Plan again for a machine without "
-            "host_cores; here the option host_updates has updates run on the host"
-        )

@@ -3,8 +3,8 @@
 import ctypes
 import os
 import weakref
-from pathlib import Path
 
+from teraplan.runtime.control_groups import limited_groups
 from teraplan.runtime.proc_file import ProcFile
 
 _status = ProcFile("/proc/self/status")
@@ -13,13 +13,6 @@ _maps = ProcFile("/proc/self/maps")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _meminfo = ProcFile("/proc/meminfo")
 _clear_refs = ProcFile("/proc/self/clear_refs", os.O_WRONLY)
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-    ),
-)
 
 
 def resident_bytes() -> int:
@@ -103,18 +96,10 @@ _watches: "weakref.WeakSet[PeakWatch]" = weakref.WeakSet()
 
 
 def available_bytes() -> int:
-    """Memory that this process could still take, within its control group too."""
+    """Memory that this process could still take, within its control groups, too."""
     lines = _meminfo.read_all().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
-    for limit_file, usage_file in _CGROUP_FILES:
-        try:
-            limit = Path(limit_file).read_text().strip()
-            usage = int(Path(usage_file).read_text())
-        except (OSError, ValueError):
-            continue
-        if limit != "max":
-            free = min(free, max(0, int(limit) - usage))
-    return free
+    return min([free, *(group.free_bytes for group in limited_groups())])
 
 
 def _status_bytes(field: str) -> int:

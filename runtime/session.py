@@ -13,8 +13,9 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.config import Config
@@ -65,12 +66,26 @@ class Session:
     """The graphs that were compiled under one configuration, and their steps."""
 
     def __init__(
-        self, config: Config, device: Device, compile_recipe: Callable[[str], CompiledRecipe]
+        self,
+        config: Config,
+        device: Device,
+        compile_recipe: Callable[[str], CompiledRecipe],
+        models: Callable[[], Iterable[nn.Module]],
+        replayed: Plan | None,
     ) -> None:
+        """A session before its first graph.
+
+        Args:
+            config: as it is in force; of a plan that is replayed, with its budgets.
+            device: to train on; closed with the session.
+            compile_recipe: compiles the program of a recipe.
+            models: those that users have compiled to run in it.
+            replayed: followed from the second step on, and never planned anew.
+        """
         self.config = config
         self.device = device
         self.engine = Engine(device)
-        self.keeper = StateKeeper(config, device)
+        self.keeper = StateKeeper(config, device, models)
         self.host_updates = HostUpdates(config, device, self.keeper)
         self._shares = BudgetShares(config, device, self.keeper, self.host_updates)
         self.tables: dict[str, GraphTable] = {}
@@ -92,7 +107,7 @@ class Session:
         """Of the last whole step."""
         self._num_stores = len(device.stores())
         self.reports = ReportFiles(config.report, strict=config.strict)
-        self.plans = PlanMaker(config, device, self.reports)
+        self.plans = PlanMaker(config, device, self.reports, replayed)
         self._hook = watch_optimizers(self)
         self._finalizer = weakref.finalize(
             self, _close, device, self._hook, self.keeper, self.host_updates

@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from teraplan.runnable_graph import RunnableGraph
 from teraplan.runtime.compiled_modules import compiled_modules
 from teraplan.runtime.dump_signal import dump_on_signal
 from teraplan.runtime.open_device import open_device
+from teraplan.runtime.replay import configured_for, replayed_plan
 from teraplan.runtime.session import Session
 from teraplan.runtime.state import optimizer_steps
 from teraplan.runtime.state.materialize import materialize as give_memory
@@ -114,17 +115,23 @@ def current_dump() -> str:
 def _held_session(config: Config, device_type: str) -> HeldSession:
     held = _held.get(config)
     if held is None:
-        open_session = functools.partial(_open_session, config, device_type)
         models = functools.partial(compiled_modules, config)
+        open_session = functools.partial(_open_session, config, device_type, models)
         _held[config] = held = HeldSession(open_session, models)
     return held
 
 
-def _open_session(config: Config, device_type: str) -> Session:
+def _open_session(
+    config: Config, device_type: str, models: Callable[[], Iterable[nn.Module]]
+) -> Session:
+    replayed = replayed_plan(config)
+    if replayed is not None:
+        config = configured_for(replayed, config)
     device = open_device(config, device_type)
     try:
         fused = config.kernels == "inductor"
-        session = Session(config, device, functools.partial(compile_recipe, fused=fused))
+        compile_one = functools.partial(compile_recipe, fused=fused)
+        session = Session(config, device, compile_one, models, replayed)
     except TeraplanError:
         device.close()
         raise
@@ -191,7 +198,9 @@ def has_compiled() -> bool:
 
 
 def _raiser(error: TeraplanError) -> Compiled:
+    bare = copy.copy(error)  # without a traceback, whose frames hold the user's model
+
     def raise_error(*_: Any) -> Any:
-        raise copy.copy(error) from None  # the original would gather tracebacks and their frames
+        raise copy.copy(bare) from None  # or it would gather tracebacks
 
     return raise_error

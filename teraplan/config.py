@@ -166,7 +166,7 @@ class Config:
             )
 
     @classmethod
-    def resolve(cls, options: Mapping[str, object] | None, environ: Mapping[str, str]) -> Self:
+    def resolve(cls, options: object, environ: Mapping[str, str]) -> Self:
         """The configuration from options, environment and the file that it names, in that order.
 
         An empty environment variable counts as one that is not set.
@@ -176,7 +176,9 @@ class Config:
         if file:
             values.update(_read_file(Path(file)))
         values.update(_read_environ(environ))
-        for name, value in (options or {}).items():
+        if not isinstance(options, Mapping | None):
+            raise ConfigError(f"options is {options!r}; expected a dict")
+        for name, value in cast("Mapping[str, object]", options or {}).items():
             _check_name(name, "option", _PARSERS)
             values[name] = _parse(name, value, f"option {name}")
         return cls(**values)

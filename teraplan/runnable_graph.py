@@ -16,6 +16,7 @@ from teraplan.held_session import HeldSession, Lifeline
 from teraplan.passes import inference
 from teraplan.passes.partition import config_patches, partition
 from teraplan.runtime.dispatch import running
+from teraplan.runtime.double_backward import refuse_double_backward
 from teraplan.runtime.session import Session
 
 Compiled = Callable[..., Any]
@@ -41,6 +42,7 @@ class RunnableGraph:
             self._known = weakref.ref(session)
             session.compiling(args)
         results = self._run(session, args, shapes)
+        refuse_double_backward(results)
         session.end_call()
         session.keeper.check()
         return results

@@ -5,14 +5,14 @@ Until there is a plan for the whole step, the state has a fixed part of the devi
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
 from teraplan.runtime import census, fallbacks
-from teraplan.runtime.compiled_modules import compiled_modules
 from teraplan.runtime.device import Device
 from teraplan.runtime.state.chunks import chunk_nbytes
 from teraplan.runtime.state.gradient_updates import GradientUpdates
@@ -35,9 +35,12 @@ least, since an optimizer may come that nobody knows of yet."""
 class StateKeeper:
     """The moving training state of one session, if there is any."""
 
-    def __init__(self, config: Config, device: Device) -> None:
-        self._config = config
-        self._device = device
+    def __init__(
+        self, config: Config, device: Device, models: Callable[[], Iterable[nn.Module]]
+    ) -> None:
+        self._config, self._device = config, device
+        self._models = models
+        """Those that are compiled to run in the session."""
         self._decided = False
         self.state: TrainingState | None = None
         self.refusal = ""
@@ -148,7 +151,7 @@ class StateKeeper:
 
     def _to_come(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
         """Parameters that graphs to come may use: of compiled modules, or trained by these."""
-        for module in compiled_modules(self._config):
+        for module in self._models():
             yield from module.parameters()
         for optimizer in optimizers:
             yield from parameters_of(optimizer)

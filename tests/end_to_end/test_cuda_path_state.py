@@ -8,13 +8,17 @@ from torch import Tensor
 
 from teraplan import backend
 from teraplan.errors import InfeasibleBudgetError
+from teraplan.runtime.state.storage_pointers import why_not
 from teraplan.step_trace import TensorKind
 from tests.end_to_end import moving, test_state_models
 from tests.end_to_end.moving import adamw, model, sgd, training, weight
 from tests.end_to_end.test_state_plan import planned_case
 from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, run
 
-pytestmark = pytest.mark.usefixtures("cuda_path")
+pytestmark = [
+    pytest.mark.usefixtures("cuda_path"),
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
 
 
 def check(

@@ -16,6 +16,7 @@ from teraplan.hardware import Tier
 from teraplan.plan import Migration
 from teraplan.runtime.cuda_copies import CudaCopy
 from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.storage_pointers import why_not
 from teraplan.runtime.state.swapped_memory import SwappedMemory
 from teraplan.step_trace import TensorKind
 from tests.end_to_end import moving
@@ -24,6 +25,8 @@ from tests.end_to_end.test_state_plan import planned_case
 from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, run
 from tests.fakes import faulty_calls
 from tests.fakes.faulty_calls import Fault
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 training = partial(moving.training, drops_gradients=True)
 

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,6 +134,22 @@ def test_an_error_does_not_stick_to_what_is_corrected() -> None:
     call({"device_budget": UNLIMITED})
 
 
+def test_a_model_is_freed_after_a_wrong_option() -> None:
+    """Else its memory stays, and counts as the next model's."""
+
+    def fail() -> "weakref.ref[MLP]":
+        model = MLP()
+        model.compile(backend="teraplan", options={"device_budget": "lots"})
+        with pytest.raises(ConfigError):
+            model(*MLP().batch(0))
+        return weakref.ref(model)
+
+    model = fail()
+    torch._dynamo.reset()
+    gc.collect()
+    assert model() is None
+
+
 def descriptors() -> set[str]:
     """What this process has open, by name."""
     names = set()
@@ -221,6 +238,23 @@ class TestPlanFiles:
         replayed = run(training(MLP, MLP().batch), plan=str(path))
         assert_same(original, replayed)
         assert replayed.moved_bytes == read_plan(path).prediction.out_bytes[Tier.STORAGE]
+
+    def test_replay_in_less_memory_than_the_plan_takes_is_refused(
+        self, recorded: tuple[Path, Run]
+    ) -> None:
+        path = recorded[0]
+        plan = read_plan(path)
+        peak = plan.prediction.device_peak_bytes
+        for budget in (peak // 2, "1%"):
+            with pytest.raises(PlanMismatchError, match=r"takes .* and device_budget is") as caught:
+                call({"plan": str(path), "device_budget": budget})
+            assert str(path) in str(caught.value)
+        replayed = run(training(MLP, MLP().batch), plan=str(path), device_budget=2 * peak)
+        assert_same(recorded[1], replayed)
+        last = replayed.statuses[-1]
+        assert last.device_budget_bytes == plan.budgets.device_bytes, (
+            "it is replayed as it was made"
+        )
 
     def test_replay_for_another_model_is_refused(self, recorded: tuple[Path, Run]) -> None:
         def other() -> MLP:

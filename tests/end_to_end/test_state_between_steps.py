@@ -78,7 +78,9 @@ def test_a_step_that_begins_with_a_new_graph_is_not_measured() -> None:
         if step == 2:
             net.layers[0].requires_grad_(False)
 
-    run_moving(training(adamw, between=between))
+    # Before 2.13 Dynamo does not see otherwise that a parameter is frozen by now.
+    with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+        run_moving(training(adamw, between=between))
     assert measured[:2] == [False, False]
     assert measured[3:5] == [False, False]
     assert measured[5]

@@ -120,10 +120,11 @@ def test_a_plan_file_with_training_state_is_replayed(tmp_path: Path) -> None:
     plan = read_plan(path)
     moved = {plan.trace.tensors[m.tensor_id].kind for m in plan.migrations}
     assert TensorKind.OPTIMIZER_STATE in moved
-    replayed = run(training(adamw), **options, plan=str(path))
-    assert_same(first, replayed)
-    assert planned_case()[1] == plan
-    assert replayed.statuses[-1].diverged_steps == 0
+    for given in (options, {"device_budget": 100 << 30}, {}):
+        replayed = run(training(adamw), **given, plan=str(path))
+        assert_same(first, replayed)
+        assert planned_case()[1] == plan
+        assert replayed.statuses[-1].diverged_steps == 0
 
 
 @pytest.mark.slow

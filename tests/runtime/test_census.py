@@ -1,5 +1,6 @@
 """Which tensors count as memory of the process."""
 
+import threading
 from typing import Any
 
 import torch
@@ -40,3 +41,28 @@ def test_the_state_of_a_parameter_is_what_its_optimizer_keeps_at_most() -> None:
         for optimizer in optimizers[1:]
     ]
     assert kept == expected[1:]
+
+
+def test_other_threads_are_not_disturbed() -> None:
+    """Nobody else may hold a tuple that is being filled, or CPython raises a SystemError."""
+    errors: list[SystemError] = []
+    built, stopped = [0], threading.Event()
+
+    def build() -> None:
+        while not stopped.is_set():
+            try:
+                tuple(number for number in range(3000))
+                built[0] += 1
+            except SystemError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    try:
+        for _ in range(30):
+            assert census.tensor_nbytes("cpu") >= 0
+    finally:
+        stopped.set()
+        thread.join()
+    assert built[0] > 0
+    assert not errors

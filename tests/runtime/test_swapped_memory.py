@@ -18,10 +18,13 @@ from torch import Tensor
 from teraplan.errors import StorageError, StorageFullError
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Place
+from teraplan.runtime.state.storage_pointers import why_not
 from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
 from tests.fakes.faulty_calls import Fault, injected
 from tests.runtime.cuda_world import STAGING, World, until
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 NBYTES = MIB // 4
 LIMIT = 4 * NBYTES

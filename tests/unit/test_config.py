@@ -24,6 +24,12 @@ def from_file(tmp_path: Path, text: str, **options: object) -> Config:
     return Config.resolve(options, {"TERAPLAN_CONFIG": str(path)})
 
 
+@pytest.mark.parametrize("options", ["8GiB", ["device_budget"], 7])
+def test_options_that_are_no_dict(options: object) -> None:
+    with pytest.raises(ConfigError, match=r"options is .*; expected a dict"):
+        Config.resolve(options, {})
+
+
 def test_defaults() -> None:
     config = Config.resolve(None, {})
     assert config == Config()
@@ -217,7 +223,7 @@ def test_option_names_are_not_environment_names() -> None:
     with pytest.raises(ConfigError, match="'TERAPLAN_STRICT' does not exist; did you mean strict"):
         Config.resolve({"TERAPLAN_STRICT": True}, {})
     with pytest.raises(ConfigError, match="option 3 does not exist"):
-        Config.resolve({3: True}, {})  # type: ignore[dict-item]
+        Config.resolve({3: True}, {})
 
 
 def test_unknown_variable_names_the_nearest() -> None:

@@ -1,0 +1,78 @@
+"""A plan file to replay. It was made for its own budgets, and the step keeps to these."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from teraplan.config import Budget, Config
+from teraplan.errors import InvalidPlanError, PlanMismatchError, UnsupportedError
+from teraplan.plan import Plan
+from teraplan.plan_file import read_plan
+from teraplan.planners import as_it_is
+from teraplan.step_trace import TensorKind
+from teraplan.units import format_nbytes
+
+log = logging.getLogger(__name__)
+
+_WITHIN_FRACTION = 0.02
+"""Of its peak, by which a plan may be over a budget: percentages are of a peak that is measured."""
+
+
+def replayed_plan(config: Config) -> Plan | None:
+    """The plan of the file that is to be replayed; None if there is none.
+
+    Raises:
+        FileFormatError: the file is no plan.
+        InvalidPlanError: the plan does not hold.
+        PlanMismatchError: it takes more than the budgets of `config`.
+        UnsupportedError: it has updates on the host's cores.
+    """
+    if config.plan == "auto":
+        return None
+    written = read_plan(Path(config.plan))
+    try:
+        plan = as_it_is(written)
+    except InvalidPlanError as error:
+        raise InvalidPlanError(f"{config.plan}: {error}") from None
+    if plan is not written:
+        log.info("%s was edited: what it says is predicted anew", config.plan)
+    if plan.host_updates:
+        raise UnsupportedError(
+            f"{config.plan}: {len(plan.host_updates)} updates run on the host's cores in this "
+            "plan; plans can be made and simulated so, but are not replayed. Plan again for a "
+            "machine without host_cores; here the option host_updates has updates run on the host"
+        )
+    prediction = plan.prediction
+    peaks = (
+        ("device_budget", config.device_budget, prediction.device_peak_bytes),
+        ("host_budget", config.host_budget, prediction.host_peak_bytes),
+    )
+    for name, budget, peak_bytes in peaks:
+        _require_within(config.plan, name, budget, peak_bytes, prediction.unlimited_peak_bytes)
+    return plan
+
+
+def configured_for(plan: Plan, config: Config) -> Config:
+    """`config` with what the plan takes for granted: whether the training state moves, and where.
+
+    How much memory that has decides which small tensors move together.
+    """
+    if config.host_budget is None:
+        config = dataclasses.replace(config, host_budget=Budget(nbytes=plan.budgets.host_bytes))
+    if all(tensor.kind is TensorKind.ACTIVATION for tensor in plan.trace.tensors):
+        return dataclasses.replace(config, training_state="stays")
+    budget = Budget(nbytes=plan.budgets.device_bytes)
+    return dataclasses.replace(config, device_budget=budget, training_state="moves")
+
+
+def _require_within(
+    path: str, name: str, budget: Budget | None, peak_bytes: int, unlimited_bytes: int
+) -> None:
+    if budget is None:
+        return
+    allowed_bytes = budget.resolve(unlimited_bytes)
+    if peak_bytes > allowed_bytes * (1 + _WITHIN_FRACTION):
+        raise PlanMismatchError(
+            f"{path}: the plan takes {format_nbytes(peak_bytes)}, and {name} is "
+            f"{format_nbytes(allowed_bytes)}; raise {name}, leave it out, or plan again"
+        )
