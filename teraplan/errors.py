@@ -2,7 +2,7 @@
 
 TeraplanError
 ├── ConfigError (ValueError)        an option, variable or configuration file is wrong
-├── FileFormatError (ValueError)    a plan, trace or run file cannot be read as one
+├── FileFormatError (ValueError)    a plan, trace, run, hardware or rules file cannot be read
 │   ├── PlanMismatchError           the plan was made for another program or machine
 │   └── InvalidPlanError            the checker refuses the plan
 ├── InfeasibleBudgetError           no plan fits; names the site and the least budget that works
@@ -39,7 +39,7 @@ class ConfigError(TeraplanError, ValueError):
 
 
 class FileFormatError(TeraplanError, ValueError):
-    """A plan, trace or run file cannot be read: not JSON, wrong fields, unknown version."""
+    """A file of ours cannot be read: not JSON, wrong fields, unknown version."""
 
 
 class PlanMismatchError(FileFormatError):

@@ -1,8 +1,8 @@
 """Strict reading and atomic writing of JSON files that people may have edited or received.
 
-`load_object` bounds what a hostile file can cost (size before reading, nesting, digits) and
-`Node` walks the parsed value: each access checks the type and knows the path of the field, so that
-every refusal says which file and which field, e.g.
+`load` bounds what a hostile file can cost (size before reading, nesting, digits) and `Node` walks
+the parsed value: each access checks the type and knows the path of the field, so that every refusal
+says which file and which field, e.g.
 
     plan.json: migrations[3].tier: "disk" is not one of device, host, storage
 """
@@ -39,7 +39,7 @@ def write_object(value: dict[str, object], path: Path) -> None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """The file at `path`, of no more than `MAX_FILE_NBYTES` as far as its size is known.
 
     Raises:
@@ -65,26 +65,52 @@ def load_object(path: Path, schema: str, versions: Sequence[int]) -> "Node":
     Raises:
         FileFormatError: unreadable, too large, not JSON, another schema, an unknown version.
     """
+    return require_schema(load(path), schema, versions)
+
+
+def load(path: Path) -> "Node":
+    """What a JSON file holds, whatever it is.
+
+    Raises:
+        FileFormatError: unreadable, too large, not JSON, a field twice, or a number that is no
+            integer.
+    """
     path = Path(path)
-    with opened(path) as file:
-        data = file.read(MAX_FILE_NBYTES + 1)
-    if len(data) > MAX_FILE_NBYTES:
-        raise FileFormatError(f"{path}: has more than {MAX_FILE_NBYTES} bytes")
-    root = Node(_parse(data, path), f"{path}: ")
+    return Node(_parse(_text(path), path), f"{path}: ")
+
+
+def require_schema(root: "Node", schema: str, versions: Sequence[int]) -> "Node":
+    """`root`, the outer object of a file, if its `schema` and `schema_version` are as wanted.
+
+    Raises:
+        FileFormatError: another schema, an unknown version.
+    """
     found = root.get("schema")
     if found.text() != schema:
         raise found.fail(f'is "{found.text()}", expected "{schema}"')
-    version = root.get("schema_version").integer()
-    if version not in versions:
+    version = root.get("schema_version")
+    if version.integer() not in versions:
         known = ", ".join(str(v) for v in versions)
-        raise FileFormatError(
-            f"{path}: schema_version: is {version}, this teraplan reads {known}; "
+        raise version.fail(
+            f"is {version.integer()}, this teraplan reads {known}; "
             "use the version of teraplan that wrote the file, or make it again"
         )
     return root
 
 
-def _parse(data: bytes, path: Path) -> object:
+def _text(path: Path) -> str:
+    """The text of a file, whose bytes are gone before it is parsed."""
+    with _opened(path) as file:
+        data = file.read(MAX_FILE_NBYTES + 1)
+    if len(data) > MAX_FILE_NBYTES:
+        raise FileFormatError(f"{path}: has more than {MAX_FILE_NBYTES} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileFormatError(f"{path}: is not JSON: {error}") from error
+
+
+def _parse(text: str, path: Path) -> object:
     def refuse(token: str) -> object:
         raise FileFormatError(f"{path}: has the number {token}; only integers are allowed")
 
@@ -99,7 +125,7 @@ def _parse(data: bytes, path: Path) -> object:
 
     try:
         value: object = json.loads(
-            data.decode("utf-8"),
+            text,
             parse_float=refuse,
             parse_constant=refuse,
             object_pairs_hook=no_duplicates,
@@ -157,8 +183,8 @@ class Node:
         return self
 
     def field_names(self) -> list[str]:
-        """The field names of an object, sorted."""
-        return sorted(self._object())
+        """The field names of an object, in their order."""
+        return list(self._object())
 
     def get(self, field: str) -> "Node":
         """A field of an object."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from teraplan.errors import PlanMismatchError
 from teraplan.hardware import Budgets, Hardware, HostCores, Link, Tier
-from teraplan.json_files import Node, load_object, write_object
+from teraplan.json_files import Node, load, require_schema, write_object
 from teraplan.plan import HostUpdate, Migration, Plan, Prediction, Recomputation
 from teraplan.recomputed_step import independent
 from teraplan.step_trace import Fingerprint, StepTrace
@@ -93,7 +93,16 @@ def read_plan(path: Path) -> Plan:
     Raises:
         FileFormatError: if the file is not such a file; names the field.
     """
-    root = load_object(path, SCHEMA, READABLE_VERSIONS)
+    return plan_in(load(path))
+
+
+def plan_in(root: Node) -> Plan:
+    """The plan in the outer object of a plan file.
+
+    Raises:
+        FileFormatError: as `read_plan`.
+    """
+    require_schema(root, SCHEMA, READABLE_VERSIONS)
     return decode_plan(root.only(("schema", "schema_version", *PLAN_FIELDS)))
 
 
@@ -272,7 +281,8 @@ def _decode_speeds(node: Node, names: tuple[str, ...]) -> dict[str, int] | None:
     return values
 
 
-def _decode_tier(node: Node) -> Tier:
+def decode_tier(node: Node) -> Tier:
+    """The tier that a string names."""
     if node.text() not in {tier.value for tier in Tier}:
         raise node.fail(f'"{node.text()}" is not one of {", ".join(Tier)}')
     return Tier(node.text())
@@ -299,7 +309,7 @@ def _decode_host_bytes(node: Node, tier: Tier, nbytes: int) -> int:
 
 def _decode_migration(node: Node, trace: StepTrace, ids: dict[str, int], limit: int) -> Migration:
     node.only(_MIGRATION_FIELDS)
-    tensor_id, tier = _decode_tensor(node.get("tensor"), ids), _decode_tier(node.get("tier"))
+    tensor_id, tier = _decode_tensor(node.get("tensor"), ids), decode_tier(node.get("tier"))
     return Migration(
         tensor_id=tensor_id,
         leave=node.get("leave").integer(limit),

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from teraplan.hardware import Tier
-from teraplan.json_files import Node, load_object, write_object
+from teraplan.json_files import Node, load, require_schema, write_object
 from teraplan.plan import Plan
-from teraplan.plan_file import PLAN_FIELDS, decode_plan, encode_plan
+from teraplan.plan_file import PLAN_FIELDS, decode_plan, encode_plan, plan_in
 from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecord
 
 SCHEMA = "teraplan.runs"
@@ -45,7 +45,23 @@ def read_runs(path: Path) -> tuple[Plan, tuple[RunRecord, ...]]:
     Raises:
         FileFormatError: if the file is not such a file; names the field.
     """
-    root = load_object(path, SCHEMA, READABLE_VERSIONS)
+    return _runs_in(load(path))
+
+
+def read_plan_or_runs(path: Path) -> tuple[Plan, tuple[RunRecord, ...]]:
+    """The plan in a plan file or run file, and the steps that ran under it; the file is read once.
+
+    Raises:
+        FileFormatError: if it is neither; names the field.
+    """
+    root = load(path)
+    if root.get("schema").text() == SCHEMA:
+        return _runs_in(root)
+    return plan_in(root), ()
+
+
+def _runs_in(root: Node) -> tuple[Plan, tuple[RunRecord, ...]]:
+    require_schema(root, SCHEMA, READABLE_VERSIONS)
     root.only(("schema", "schema_version", "plan", "runs"))
     plan = decode_plan(root.get("plan").only(PLAN_FIELDS))
     return plan, tuple(_decode_run(node) for node in root.get("runs").items())

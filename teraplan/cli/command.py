@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from teraplan.errors import FileFormatError
-from teraplan.json_files import opened
 from teraplan.plan import Plan
-from teraplan.plan_file import read_plan
 from teraplan.planners import as_it_is
 from teraplan.report.drawing import Drawing, draw_plan, draw_run
 from teraplan.report.table import to_ascii
-from teraplan.run_file import SCHEMA as RUNS_SCHEMA
-from teraplan.run_file import read_runs
+from teraplan.run_file import read_plan_or_runs
 from teraplan.run_record import RunRecord
 from teraplan.simulate import simulate
 
@@ -57,21 +54,6 @@ class Drawn:
     plan: Plan
     planned: Drawing
     actual: Drawing | None
-
-
-def read_plan_or_runs(path: Path) -> tuple[Plan, tuple[RunRecord, ...]]:
-    """The plan in a plan file or run file, and the steps that ran under it.
-
-    Raises:
-        FileFormatError: if it is neither.
-    """
-    return read_runs(path) if _holds_runs(path) else (read_plan(path), ())
-
-
-def _holds_runs(path: Path) -> bool:
-    """Whether the schema of run files is named in the file; reading it strictly decides."""
-    with opened(path) as file:
-        return any(f'"{RUNS_SCHEMA}"'.encode() in line for line in file)
 
 
 def read_drawn(path: Path, step: int | None) -> Drawn:

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_plan_or_runs
+from teraplan.cli.command import DONE, NO, Command, emit, emit_json
 from teraplan.report.plan_changes import all_layers, changes_json, changes_text, plan_changes
+from teraplan.run_file import read_plan_or_runs
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,8 +3,9 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, Command, emit, emit_json, read_plan_or_runs
+from teraplan.cli.command import DONE, Command, emit, emit_json
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
+from teraplan.run_file import read_plan_or_runs
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from teraplan.check_plan import check_plan
-from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_plan_or_runs
+from teraplan.cli.command import DONE, NO, Command, emit, emit_json
 from teraplan.errors import PlanMismatchError
 from teraplan.library.machine_file import find_machine
 from teraplan.plan import Plan
@@ -14,6 +14,7 @@ from teraplan.recomputed_step import independent
 from teraplan.report.check_text import violations_text
 from teraplan.report.critical_path import critical_path
 from teraplan.report.plan_text import plan_json, plan_screen
+from teraplan.run_file import read_plan_or_runs
 from teraplan.simulate import predict
 from teraplan.step_trace import StepTrace
 from teraplan.trace_file import read_trace

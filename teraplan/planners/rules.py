@@ -8,13 +8,14 @@ leaves. When, and whether, stays the planner's choice. Where several rules match
 """
 
 import fnmatch
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from teraplan.errors import ConfigError
 from teraplan.hardware import Tier
+from teraplan.json_files import load
+from teraplan.plan_file import decode_tier
 from teraplan.step_trace import StepTrace, Tensor
 
 
@@ -33,21 +34,10 @@ def read_rules(path: Path) -> dict[str, Tier]:
     """The rules in a JSON file, in their order.
 
     Raises:
-        ConfigError: if the file has no rules in it; says what is wrong.
+        FileFormatError: if the file has no rules in it; names the field.
     """
-    try:
-        value: object = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f'{path}: expected an object such as {{"layers.*.mlp.*": "storage"}}')
-    known = {tier.value for tier in Tier}
-    for pattern, tier in value.items():
-        if not isinstance(tier, str) or tier not in known:
-            raise ConfigError(f'{path}: "{pattern}": {tier!r} is not one of {", ".join(Tier)}')
-    return {pattern: Tier(tier) for pattern, tier in value.items()}
+    rules = load(path)
+    return {pattern: decode_tier(rules.get(pattern)) for pattern in rules.field_names()}
 
 
 def apply_rules(trace: StepTrace, rules: Mapping[str, Tier]) -> Ruled:

@@ -2,10 +2,7 @@
 
 import gzip
 import json
-import os
-import subprocess
 import sys
-import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -18,61 +15,11 @@ from teraplan.cli import main
 from teraplan.cli.entry import COMMANDS
 from teraplan.errors import StorageUnusableError
 from teraplan.hardware import Link
-from teraplan.library.machine_file import read_machine
-from teraplan.library.machines import machine_named
-from teraplan.plan import Plan
 from teraplan.plan_file import write_plan
 from teraplan.planners import as_it_is
-from teraplan.run_file import write_runs
-from tests.report.example_plan import DISK, LINK, make_other_plan, make_plan, make_run
+from tests.cli.example_files import Captured, Files, assert_one_line, loaded, python
+from tests.report.example_plan import DISK, LINK, make_plan
 from tests.report.golden import assert_golden
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Files:
-    plan: str
-    other: str
-    broken: str
-    run: str
-    out: Path
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Files:
-    plan = make_plan()
-    run = make_run(plan)
-    write_plan(plan, tmp_path / "plan.json")
-    write_plan(make_other_plan(), tmp_path / "other.json")
-    write_plan(_broken(plan), tmp_path / "broken.json")
-    write_runs(tmp_path / "run.json", plan, [run, replace(run, step=8)])
-    return Files(
-        plan=str(tmp_path / "plan.json"),
-        other=str(tmp_path / "other.json"),
-        broken=str(tmp_path / "broken.json"),
-        run=str(tmp_path / "run.json"),
-        out=tmp_path,
-    )
-
-
-def _broken(plan: Plan) -> Plan:
-    first, *rest = plan.migrations
-    return replace(plan, migrations=(replace(first, needed=first.needed + 1), *rest))
-
-
-Captured = pytest.CaptureFixture[str]
-
-
-def loaded(capsys: Captured) -> Any:  # noqa: ANN401  JSON of many shapes, looked into by tests
-    return json.loads(capsys.readouterr().out)
-
-
-def assert_one_line(capsys: Captured, *parts: str) -> None:
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.count("\n") == 1
-    assert "Traceback" not in output.err
-    for part in parts:
-        assert part in output.err
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -252,31 +199,6 @@ def test_bad_files_are_2(arguments: list[str], tmp_path: Path, capsys: Captured)
         assert_one_line(capsys, message)
 
 
-@pytest.mark.parametrize("command", ["check", "show", "simulate"])
-def test_devices_are_not_read(command: str, files: Files, capsys: Captured) -> None:
-    arguments = [files.plan] if command == "simulate" else []
-    assert main([command, *arguments, "/dev/zero"]) == 2
-    assert_one_line(capsys, "" if arguments else "/dev/zero: is a device, not a file")
-
-
-def test_links_and_pipes_stay_what_they_are(files: Files) -> None:
-    link, pipe = files.out / "link.json", files.out / "pipe"
-    target = files.out / "target.json"
-    target.write_text("{}")
-    link.symlink_to(target)
-    os.mkfifo(pipe)
-    assert main(["hardware", "h200", "-o", str(link)]) == 0
-    assert link.is_symlink()
-    assert read_machine(target) == machine_named("h200")
-    read: list[bytes] = []
-    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
-    reader.start()
-    assert main(["hardware", "h200", "-o", str(pipe)]) == 0
-    reader.join(20)
-    assert read == [target.read_bytes()]
-    assert pipe.is_fifo()
-
-
 @pytest.mark.parametrize(("command", "name"), [("timeline", "out.txt"), ("plot", "out.jpg")])
 def test_unknown_output_formats_are_2(
     files: Files, command: str, name: str, capsys: Captured
@@ -385,12 +307,6 @@ def test_an_error_of_the_storage_is_one_line(
     assert_one_line(capsys, "teraplan probe: /a is read-only")
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, check=False, env=environment, timeout=60
-    )
-
-
 def test_reading_plans_imports_no_torch(files: Files) -> None:
     code = (
         "import sys, teraplan.cli as c; "
@@ -405,28 +321,3 @@ def test_module_can_be_run_on_a_terminal_without_unicode(files: Files) -> None:
     assert done.returncode == 0
     assert b"forward -> backward" in done.stdout
     assert done.stderr == b""
-
-
-def test_a_closed_pipe_is_no_error(files: Files) -> None:
-    code = (
-        "import os, sys, teraplan.cli as c; r, w = os.pipe(); os.dup2(w, 1); os.close(r); "
-        f"os.close(w); sys.exit(c.main(['show', {files.plan!r}, '--all']))"
-    )
-    done = python("-c", code, PYTHONIOENCODING="utf-8")
-    assert done.returncode == 0
-    assert done.stderr == b""
-
-
-def test_nobody_listens(files: Files) -> None:
-    """Standard output is closed, or its disk is full."""
-    closed = f"import os, sys; os.close(1); sys.stdout = None; {_main_of(files)}"
-    done = python("-c", closed)
-    assert (done.returncode, done.stderr) == (0, b"")
-    full = f"import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {_main_of(files)}"
-    done = python("-c", full)
-    assert done.returncode == 2
-    assert done.stderr == b"teraplan check: No space left on device: output is lost\n"
-
-
-def _main_of(files: Files) -> str:
-    return f"import teraplan.cli as c; sys.exit(c.main(['check', {files.plan!r}]))"

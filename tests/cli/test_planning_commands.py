@@ -16,17 +16,13 @@ from teraplan.planners import make_plan
 from teraplan.step_trace import TensorKind
 from teraplan.trace_file import read_trace, write_trace
 from teraplan.units import GIB
+from tests.cli.example_files import Captured, loaded
 from tests.planning.synthetic import gpt_trace
 
-Captured = pytest.CaptureFixture[str]
 UNET = ["--library", "unet", "--batch", "8", "--length", "256"]
 FEW_TOKENS = ["--library", "llama3-8b", "--stages", "8", "--length", "512"]
 """Most of the memory is state."""
 LIBRARY = ["--library", "vit-g", "--batch", "32", "--length", "256"]
-
-
-def loaded(capsys: Captured) -> Any:  # noqa: ANN401  JSON of many shapes, looked into by tests
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Policies of other packages, rules, candidates, the time limit, and plans of coarse steps."""
 
-import json
 import re
 import time
 from dataclasses import replace
@@ -14,7 +13,12 @@ from hypothesis import strategies as st
 
 from teraplan import planners
 from teraplan.check_plan import check_plan
-from teraplan.errors import ConfigError, InfeasibleBudgetError, InvalidPlanError
+from teraplan.errors import (
+    ConfigError,
+    FileFormatError,
+    InfeasibleBudgetError,
+    InvalidPlanError,
+)
 from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.library.machines import GB, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
@@ -103,20 +107,30 @@ def test_a_rule_that_matches_nothing_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "expected an object"),
-        ('{"a": "disk"}', "'disk' is not one of"),
+        ("[1]", "rules.json: is a list of 1, expected an object"),
+        ('{"a": "disk"}', 'rules.json: a: "disk" is not one of'),
+        ('{"a": 1}', "rules.json: a: is 1, expected a string"),
+        ('{"a": "host", "a": "device"}', 'has the field "a" twice'),
         ("{", "is not JSON"),
+        ('{"a":' * 100_000, "nested too deeply"),
     ],
 )
 def test_wrong_files_of_rules(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "rules.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(FileFormatError, match=message):
         read_rules(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
+
+
+def test_files_of_rules(tmp_path: Path) -> None:
+    """The last one that matches counts, so their order is that of the file."""
+    with pytest.raises(FileFormatError, match="cannot be read"):
         read_rules(tmp_path / "absent.json")
-    path.write_text(json.dumps({"a": "host", "b*": "device"}))
-    assert read_rules(path) == {"a": Tier.HOST, "b*": Tier.DEVICE}
+    with pytest.raises(FileFormatError, match="is a device, not a file"):
+        read_rules(Path("/dev/zero"))
+    path = tmp_path / "rules.json"
+    path.write_text('{"b*": "device", "a": "host"}')
+    assert list(read_rules(path).items()) == [("b*", Tier.DEVICE), ("a", Tier.HOST)]
 
 
 def test_a_faster_candidate_is_the_answer_and_a_wrong_one_is_not() -> None:

@@ -1,0 +1,110 @@
+"""Pipes and devices in the place of files, and standard output that nobody reads."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from teraplan.cli import main
+from teraplan.library.machine_file import read_machine
+from teraplan.library.machines import machine_named
+from teraplan.trace_file import write_trace
+from tests.cli.example_files import Captured, Files, assert_one_line, python
+from tests.report.example_plan import make_plan
+
+
+@contextmanager
+def piped(path: str) -> Iterator[str]:
+    """Name of a pipe through which the bytes of a file come, once."""
+    reads, writes = os.pipe()
+
+    def write() -> None:
+        with os.fdopen(writes, "wb") as pipe:
+            pipe.write(Path(path).read_bytes())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield f"/dev/fd/{reads}"
+    finally:
+        os.close(reads)
+        writer.join(20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["show", "PIPE"], 0),
+        (["check", "PIPE"], 0),
+        (["diff", "PIPE", "OTHER"], 1),
+        (["simulate", "TRACE", "PIPE"], 0),
+        (["timeline", "PIPE", "-o", "OUT.json"], 0),
+        (["plot", "PIPE", "-o", "OUT.png"], 0),
+    ],
+    ids=lambda arguments: arguments[0] if isinstance(arguments, list) else "",
+)
+@pytest.mark.parametrize("kind", ["plan", "run"])
+def test_plans_and_runs_come_through_pipes(
+    arguments: list[str], code: int, kind: str, files: Files, capsys: Captured
+) -> None:
+    write_trace(make_plan().trace, files.out / "trace.json")
+    names = {"OTHER": files.other, "TRACE": str(files.out / "trace.json")}
+    with piped(getattr(files, kind)) as pipe:
+        names["PIPE"] = pipe
+        filled = [names.get(argument, argument) for argument in arguments]
+        filled = [argument.replace("OUT", str(files.out / "out")) for argument in filled]
+        assert main(filled) == code
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "show", "simulate"])
+def test_devices_are_not_read(command: str, files: Files, capsys: Captured) -> None:
+    arguments = [files.plan] if command == "simulate" else []
+    assert main([command, *arguments, "/dev/zero"]) == 2
+    assert_one_line(capsys, "" if arguments else "/dev/zero: is a device, not a file")
+
+
+def test_links_and_pipes_stay_what_they_are(files: Files) -> None:
+    link, pipe = files.out / "link.json", files.out / "pipe"
+    target = files.out / "target.json"
+    target.write_text("{}")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    assert main(["hardware", "h200", "-o", str(link)]) == 0
+    assert link.is_symlink()
+    assert read_machine(target) == machine_named("h200")
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    assert main(["hardware", "h200", "-o", str(pipe)]) == 0
+    reader.join(20)
+    assert read == [target.read_bytes()]
+    assert pipe.is_fifo()
+
+
+def test_a_closed_pipe_is_no_error(files: Files) -> None:
+    code = (
+        "import os, sys, teraplan.cli as c; r, w = os.pipe(); os.dup2(w, 1); os.close(r); "
+        f"os.close(w); sys.exit(c.main(['show', {files.plan!r}, '--all']))"
+    )
+    done = python("-c", code, PYTHONIOENCODING="utf-8")
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
+def test_nobody_listens(files: Files) -> None:
+    """Standard output is closed, or its disk is full."""
+    closed = f"import os, sys; os.close(1); sys.stdout = None; {_main_of(files)}"
+    done = python("-c", closed)
+    assert (done.returncode, done.stderr) == (0, b"")
+    full = f"import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {_main_of(files)}"
+    done = python("-c", full)
+    assert done.returncode == 2
+    assert done.stderr == b"teraplan check: No space left on device: output is lost\n"
+
+
+def _main_of(files: Files) -> str:
+    return f"import teraplan.cli as c; sys.exit(c.main(['check', {files.plan!r}]))"
