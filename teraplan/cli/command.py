@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from teraplan.errors import FileFormatError
+from teraplan.errors import ConfigError, FileFormatError
 from teraplan.plan import Plan
 from teraplan.planners import as_it_is
 from teraplan.report.drawing import Drawing, draw_plan, draw_run
@@ -39,12 +40,34 @@ def emit(text: str) -> None:
         text.encode(encoding)
     except UnicodeEncodeError:
         text = to_ascii(text)
-    print(text)
+    say(text)
 
 
 def emit_json(value: dict[str, object]) -> None:
     """Prints `value` as JSON."""
-    print(json.dumps(value, indent=2, sort_keys=True))
+    say(json.dumps(value, indent=2, sort_keys=True))
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Prints `text`; when the reader (`head`, a pager) has seen enough, it goes nowhere.
+
+    Raises:
+        ConfigError: the output cannot be written.
+    """
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        _write_no_more()
+    except OSError as error:
+        _write_no_more()
+        raise ConfigError(f"{error.strerror}: output is lost") from error
+
+
+def _write_no_more() -> None:
+    """Python flushes stdout once more at exit, and would complain there."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

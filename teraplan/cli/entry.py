@@ -1,7 +1,6 @@
 """From command line arguments to an exit code."""
 
 import argparse
-import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from teraplan.cli import (
     timeline,
     trace,
 )
-from teraplan.cli.command import BAD_INPUT, Command
+from teraplan.cli.command import BAD_INPUT, Command, say
 from teraplan.errors import TeraplanError
 
 COMMANDS: tuple[Command, ...] = (
@@ -80,28 +79,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` (`sys.argv` without them) name; returns its exit code."""
     if sys.stdout is None:  # closed by who started this
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  for the rest of the process
-    options = make_parser().parse_args(arguments)
-    command: Command = options.command
+    name = "teraplan"
     try:
-        code = command.run(options)
-        sys.stdout.flush()
+        options = _parsed(arguments)
+        command: Command = options.command
+        name = f"teraplan {command.name}"
+        return command.run(options)
     except TeraplanError as error:
-        print(f"teraplan {command.name}: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except BrokenPipeError:  # the reader (`head`, a pager) has seen enough
-        _write_no_more()
-        return 0
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        print(f"teraplan {command.name}: {error.strerror}: output is lost", file=sys.stderr)
-        _write_no_more()
+        print(f"{name}: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return code
 
 
-def _write_no_more() -> None:
-    """Python flushes stdout once more at exit, and would complain there."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    try:
+        return make_parser().parse_args(arguments)
+    finally:
+        say("", end="")  # the rest of a help text, which ends the process

@@ -85,14 +85,28 @@ def test_links_and_pipes_stay_what_they_are(files: Files) -> None:
     assert pipe.is_fifo()
 
 
-def test_a_closed_pipe_is_no_error(files: Files) -> None:
-    code = (
-        "import os, sys, teraplan.cli as c; r, w = os.pipe(); os.dup2(w, 1); os.close(r); "
-        f"os.close(w); sys.exit(c.main(['show', {files.plan!r}, '--all']))"
-    )
-    done = python("-c", code, PYTHONIOENCODING="utf-8")
-    assert done.returncode == 0
-    assert done.stderr == b""
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["show", "PLAN", "--all"], 0),
+        (["check", "PLAN"], 0),
+        (["check", "BROKEN"], 1),
+        (["diff", "PLAN", "OTHER"], 1),
+        (["diff", "PLAN", "OTHER", "--json"], 1),
+        (["diff", "--help"], 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_the_answer_is_the_same_if_nobody_reads_it(
+    arguments: list[str], code: int, unbuffered: str, files: Files
+) -> None:
+    names = {"PLAN": files.plan, "BROKEN": files.broken, "OTHER": files.other}
+    closed = "import os, sys; r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w)"
+    filled = [names.get(argument, argument) for argument in arguments]
+    main_of = f"import teraplan.cli as c; sys.exit(c.main({filled!r}))"
+    done = python("-c", f"{closed}; {main_of}", PYTHONUNBUFFERED=unbuffered)
+    assert (done.returncode, done.stderr) == (code, b"")
 
 
 def test_nobody_listens(files: Files) -> None:
@@ -104,6 +118,9 @@ def test_nobody_listens(files: Files) -> None:
     done = python("-c", full)
     assert done.returncode == 2
     assert done.stderr == b"teraplan check: No space left on device: output is lost\n"
+    done = python("-c", full.replace("['check'", "['--help'"))
+    assert done.returncode == 2
+    assert done.stderr == b"teraplan: No space left on device: output is lost\n"
 
 
 def _main_of(files: Files) -> str:
