@@ -10,6 +10,7 @@ from teraplan.cli.command import DONE, NO, Command, emit, emit_json
 from teraplan.errors import PlanMismatchError
 from teraplan.library.machine_file import find_machine
 from teraplan.plan import Plan
+from teraplan.planners import with_bound
 from teraplan.recomputed_step import independent
 from teraplan.report.check_text import violations_text
 from teraplan.report.critical_path import critical_path
@@ -48,13 +49,11 @@ def _run(options: argparse.Namespace) -> int:
     if broken:
         return _refuse(options, same, broken)
     prediction = predict(trace, hardware, *plan.choices)
-    bound_ns = plan.prediction.bound_ns if hardware == plan.hardware else 0
-    if trace == plan.trace:
-        prediction = replace(prediction, bound_ns=bound_ns)
     again = replace(plan, trace=trace, hardware=hardware, prediction=prediction)
     violations = check_plan(again)
     if violations:
         return _refuse(options, again, violations)
+    again = with_bound(again)
     path = critical_path(again.step, hardware, plan.migrations, plan.host_updates)
     if options.json:
         emit_json(plan_json(again) | {"fits": True, "critical_path": path.as_json()})

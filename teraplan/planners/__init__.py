@@ -169,10 +169,13 @@ def _bound_ns(problem: Problem, tight: bool) -> int:
 def with_choices_of(plan: Plan, trace: StepTrace, hardware: Hardware) -> Plan | None:
     """The choices of `plan` for the same step, measured anew; None if they do not hold there."""
     remade = _predicted(replace(plan, trace=trace, hardware=hardware))
-    if remade is None or check_plan(remade):
-        return None
-    bound_ns = _bound_ns(Problem.of(remade.step, hardware, plan.budgets), tight=False)
-    return replace(remade, prediction=replace(remade.prediction, bound_ns=bound_ns))
+    return None if remade is None or check_plan(remade) else with_bound(remade)
+
+
+def with_bound(plan: Plan) -> Plan:
+    """The plan, whose prediction is its own, with a lower bound of the step."""
+    bound_ns = _bound_ns(Problem.of(plan.step, plan.hardware, plan.budgets), tight=False)
+    return replace(plan, prediction=replace(plan.prediction, bound_ns=bound_ns))
 
 
 def as_it_is(plan: Plan) -> Plan:

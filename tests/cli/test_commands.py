@@ -17,6 +17,7 @@ from teraplan.errors import StorageUnusableError
 from teraplan.hardware import Link
 from teraplan.plan_file import write_plan
 from teraplan.planners import as_it_is
+from teraplan.trace_file import write_trace
 from tests.cli.example_files import Captured, Files, assert_one_line, loaded, python
 from tests.report.example_plan import DISK, LINK, make_plan
 from tests.report.golden import assert_golden
@@ -120,6 +121,22 @@ def test_an_edited_plan_is_what_it_says_now(files: Files, capsys: Captured) -> N
     assert again.migrations == edited.migrations
     assert not check_plan(again)
     assert as_it_is(again) is again
+
+
+def test_a_bound_in_a_file_is_not_believed(files: Files, capsys: Captured) -> None:
+    """Without migrations the step is shorter than the bound for the budget that there was."""
+    plan = make_plan()
+    said = replace(plan.prediction, bound_ns=plan.prediction.step_ns)
+    budgets = replace(plan.budgets, device_bytes=plan.prediction.unlimited_peak_bytes)
+    edited = replace(plan, budgets=budgets, migrations=(), prediction=said)
+    path, trace = files.out / "edited.json", files.out / "trace.json"
+    write_plan(edited, path)
+    write_trace(plan.trace, trace)
+    assert main(["check", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["simulate", str(trace), str(path), "--json"]) == 0
+    found = loaded(capsys)["prediction"]
+    assert found["bound_ns"] == found["step_ns"] == plan.trace.duration_ns < said.bound_ns
 
 
 @pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
