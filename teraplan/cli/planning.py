@@ -12,8 +12,11 @@ from teraplan.library.machine_file import find_machine
 from teraplan.library.machines import DEVICES, Machine
 from teraplan.library.models import MODELS, Workload, trace_of
 from teraplan.memory_curve import device_curve, peak
-from teraplan.step_trace import StepTrace
+from teraplan.step_trace import StepTrace, TensorKind
 from teraplan.trace_file import excess, read_trace
+
+_MAX_SITES = 1 << 22
+"""Of a step that is written down: minutes, and 750 MB in a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +85,32 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def library_trace(workload: Workload, machine: Machine) -> StepTrace:
-    """The step of a workload, if it is none of centuries or zettabytes.
+    """The step of a workload, if it is none of centuries, zettabytes or billions of operations.
 
     Raises:
         ConfigError: it is, or there is no such model.
     """
-    trace = trace_of(workload, machine)
-    what, why = excess(trace)
-    if what:
-        raise ConfigError(
-            f"the step is too large to be counted with: {what} {why}; ask for a smaller one"
-        )
-    return trace
+    one = trace_of(replace(workload, micro_batches=1), machine)
+    why = _excess(one, workload.micro_batches)
+    if why:
+        raise ConfigError(f"the step is too large to be counted with: {why}; ask for a smaller one")
+    return one if workload.micro_batches == 1 else trace_of(workload, machine)
+
+
+def _excess(one: StepTrace, micro_batches: int) -> str:
+    """What is too much of a step with so many micro-batches, of which one is given; or "".
+
+    Each of the others adds what is before the updates, and activations of its own.
+    """
+    others, repeated = micro_batches - 1, one.sites[: one.updates[0].start]
+    num_sites = len(one.sites) + others * len(repeated)
+    if num_sites > _MAX_SITES:
+        return f"it has {num_sites} operations, at most {_MAX_SITES}"
+    rest_ns = others * sum(site.duration_ns for site in repeated)
+    saved = sum(t.nbytes for t in one.tensors if t.kind is TensorKind.ACTIVATION)
+    rest = replace(one.sites[0], duration_ns=rest_ns)
+    as_large = replace(one, sites=(*one.sites, rest), state_bytes=one.state_bytes + others * saved)
+    return " ".join(excess(as_large)).strip()
 
 
 def asked(options: argparse.Namespace) -> Asked:

@@ -1,21 +1,21 @@
 """Commands that plan: from no hardware to a plan, what fits and what does not, wrong input."""
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from teraplan import trace_file
 from teraplan.check_plan import check_plan
-from teraplan.cli import main, sweep
-from teraplan.plan import Plan
+from teraplan.cli import main
+from teraplan.cli.planning import library_trace
+from teraplan.errors import ConfigError
+from teraplan.library.machines import machine_named
+from teraplan.library.models import Workload
 from teraplan.plan_file import read_plan
-from teraplan.planners import make_plan
 from teraplan.step_trace import TensorKind
 from teraplan.trace_file import read_trace, write_trace
-from teraplan.units import GIB
 from tests.cli.example_files import Captured, loaded
 from tests.planning.synthetic import gpt_trace
 
@@ -23,12 +23,6 @@ UNET = ["--library", "unet", "--batch", "8", "--length", "256"]
 FEW_TOKENS = ["--library", "llama3-8b", "--stages", "8", "--length", "512"]
 """Most of the memory is state."""
 LIBRARY = ["--library", "vit-g", "--batch", "32", "--length", "256"]
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> str:
-    write_trace(gpt_trace(4), tmp_path / "trace.json")
-    return str(tmp_path / "trace.json")
 
 
 def test_from_no_hardware_to_a_simulated_plan(tmp_path: Path, capsys: Captured) -> None:
@@ -187,67 +181,14 @@ def test_estimate_tells_what_would_help(capsys: Captured) -> None:
     assert capsys.readouterr().out.startswith("It does not fit: ")
 
 
-def test_sweep_never_gets_slower_with_more(trace: str, tmp_path: Path, capsys: Captured) -> None:
-    table, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
-    arguments = ["sweep", trace, "--hardware", "rtx-4090", "--ssds", "1,4"]
-    arguments += ["--device-budgets", "90%,75%,1%", "--host-budgets", "0,1GiB"]
-    assert main([*arguments, "--csv", str(table), "--png", str(picture)]) == 0
-    assert "no fit" in capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = list(csv.DictReader(table.open()))
-    assert len(rows) == 12
-    fitting = [row for row in rows if row["fits"] == "True"]
-    assert len(fitting) == 8
-    keys = ("device_bytes", "host_bytes", "ssds")
-    for small in fitting:
-        for large in fitting:
-            if all(int(small[key]) <= int(large[key]) for key in keys):
-                assert int(large["step_ns"]) <= int(small["step_ns"])
-    assert main([*arguments, "--device-budgets", "1%", "--json"]) == 1
-    assert not any(cell["fits"] for cell in loaded(capsys)["cells"])
-
-
-def test_what_a_sweep_compares_each_plan_with(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those for one step less of one thing: each is no slower than those before it."""
-    seen: list[list[tuple[int, int]]] = []
-
-    def watched(*arguments: Any, candidates: list[Plan], **options: Any) -> Plan:  # noqa: ANN401
-        seen.append([(p.budgets.host_bytes, p.budgets.device_bytes) for p in candidates])
-        return make_plan(*arguments, candidates=candidates, **options)
-
-    monkeypatch.setattr(sweep, "make_plan", watched)
-    arguments = ["sweep", trace, "--hardware", "rtx-4090", "--ssds", "1,2", "--json"]
-    assert main([*arguments, "--device-budgets", "80%,90%", "--host-budgets", "1GiB,2GiB"]) == 0
-    assert [len(candidates) for candidates in seen] == [0, 1, 1, 2, 1, 2, 2, 3]
-    (_, less), (_, more) = seen[1][0], seen[3][1]
-    assert less == more
-    assert seen[7] == [(2 * GIB, seen[7][0][1]), (GIB, seen[7][0][1]), (2 * GIB, less)]
-
-
-def test_a_sweep_keeps_what_the_machine_says(trace: str, capsys: Captured) -> None:
-    """Storage behind little staging memory is slower."""
-    arguments = ["sweep", trace, "--ssds", "1", "--device-budgets", "62%", "--json"]
-    steps_ns: list[int] = []
-    for staging in ("", ":staging=256MiB"):
-        machine = ["--hardware", f"rtx-4090{staging}", "--host-budgets", "512MiB"]
-        assert main([*arguments, *machine]) == 0
-        steps_ns.append(loaded(capsys)["cells"][0]["step_ns"])
-    assert steps_ns[0] < steps_ns[1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["estimate", "--hardware", "h200"], "give a trace file, or --library"),
-        (["sweep", "--hardware", "h200"], "give a trace file, or --library"),
         (["estimate", "TRACE", "--library", "unet", "--hardware", "h200"], "not both"),
         (["estimate", "TRACE", "--hardware", "h300"], 'machine "h300" is not one of'),
         (["estimate", "TRACE", "--hardware", "no.json"], "no.json: cannot be read"),
         (["estimate", *LIBRARY, "--stages", "0", "--hardware", "h200"], "--stages: expected 1"),
-        (["sweep", "TRACE", "--library", "unet", "--hardware", "h200"], "not both"),
-        (["sweep", "TRACE", "--hardware", "h200:ssd=2"], 'leave "ssd=2" out, and use --ssds'),
-        (["sweep", "TRACE", "--hardware", "h200:host=1GB"], "and use --host-budgets"),
-        (["sweep", "TRACE", "--hardware", "h200", "--ssds", "few"], "'few' is no list of numbers"),
         (
             ["estimate", "TRACE", "--hardware", "h200", "--device-budget", "big"],
             "budget 'big': expected",
@@ -327,30 +268,38 @@ def test_what_cannot_be_traced_says_why(
     assert not (tmp_path / "t.json").exists()
 
 
+@pytest.mark.parametrize("command", ["trace", "estimate", "sweep"])
 @pytest.mark.parametrize(
-    "arguments",
+    ("large", "message"),
     [
-        ["trace", "-o", "t.json"],
-        ["estimate"],
-        ["sweep"],
+        (["--batch", "100000000000000"], "durations add up to"),
+        (["--batch", "100000000", "--micro-batches", "1000"], "durations add up to"),
+        (["--micro-batches", "1000000000"], "it has 1213000000323 operations, at most 4194304"),
     ],
 )
-def test_steps_too_large_to_be_counted_are_2(arguments: list[str], capsys: Captured) -> None:
-    large = ["--library", "vit-g", "--batch", "100000000000000", "--hardware", "h200"]
-    assert main([arguments[0], *large, *arguments[1:]]) == 2
-    assert "too large to be counted with" in capsys.readouterr().err
+def test_steps_too_large_to_be_counted_are_2(
+    command: str, large: list[str], message: str, capsys: Captured
+) -> None:
+    place = ["-o", "t.json"] if command == "trace" else []
+    assert main([command, "--library", "vit-g", "--hardware", "h200", *large, *place]) == 2
+    said = capsys.readouterr().err
+    assert f"the step is too large to be counted with: {message}" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device-budgets", ","], "--device-budgets: is empty"),
-        (["--png", "x.txt"], "x.txt: the picture is written as .png"),
-    ],
-)
-def test_wrong_sweeps_are_2(arguments: list[str], message: str, capsys: Captured) -> None:
-    assert main(["sweep", *UNET, "--hardware", "h200", *arguments]) == 2
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize("limit", ["MAX_STEP_NS", "MAX_STEP_BYTES"])
+def test_what_steps_add_up_to_is_known_before_they_are_built(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload, machine = Workload(model="unet", length=64, micro_batches=3), machine_named("h200")
+    trace = library_trace(workload, machine)
+    nbytes = sum(tensor.nbytes for tensor in trace.tensors)
+    nbytes += max(site.workspace_bytes for site in trace.sites)
+    most = {"MAX_STEP_NS": trace.duration_ns, "MAX_STEP_BYTES": nbytes}[limit]
+    monkeypatch.setattr(trace_file, limit, most)
+    assert library_trace(workload, machine) == trace
+    monkeypatch.setattr(trace_file, limit, most - 1)
+    with pytest.raises(ConfigError, match=f"add up to {most} "):
+        library_trace(workload, machine)
 
 
 @pytest.mark.parametrize("limit", ["nan", "-1", "0", "soon"])

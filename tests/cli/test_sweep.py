@@ -1,0 +1,93 @@
+"""`teraplan sweep`: its table, what it compares, and what it refuses."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from teraplan.cli import main, sweep
+from teraplan.plan import Plan
+from teraplan.planners import make_plan
+from teraplan.units import GIB
+from tests.cli.example_files import Captured, loaded
+
+UNET = ["--library", "unet", "--batch", "8", "--length", "256"]
+
+
+def test_sweep_never_gets_slower_with_more(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    table, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
+    arguments = ["sweep", trace, "--hardware", "rtx-4090", "--ssds", "1,4"]
+    arguments += ["--device-budgets", "90%,75%,1%", "--host-budgets", "0,1GiB"]
+    assert main([*arguments, "--csv", str(table), "--png", str(picture)]) == 0
+    assert "no fit" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader(table.open()))
+    assert len(rows) == 12
+    fitting = [row for row in rows if row["fits"] == "True"]
+    assert len(fitting) == 8
+    keys = ("device_bytes", "host_bytes", "ssds")
+    for small in fitting:
+        for large in fitting:
+            if all(int(small[key]) <= int(large[key]) for key in keys):
+                assert int(large["step_ns"]) <= int(small["step_ns"])
+    assert main([*arguments, "--device-budgets", "1%", "--json"]) == 1
+    assert not any(cell["fits"] for cell in loaded(capsys)["cells"])
+
+
+def test_what_a_sweep_compares_each_plan_with(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for one step less of one thing: each is no slower than those before it."""
+    seen: list[list[tuple[int, int]]] = []
+
+    def watched(*arguments: Any, candidates: list[Plan], **options: Any) -> Plan:  # noqa: ANN401
+        seen.append([(p.budgets.host_bytes, p.budgets.device_bytes) for p in candidates])
+        return make_plan(*arguments, candidates=candidates, **options)
+
+    monkeypatch.setattr(sweep, "make_plan", watched)
+    arguments = ["sweep", trace, "--hardware", "rtx-4090", "--ssds", "1,2", "--json"]
+    assert main([*arguments, "--device-budgets", "80%,90%", "--host-budgets", "1GiB,2GiB"]) == 0
+    assert [len(candidates) for candidates in seen] == [0, 1, 1, 2, 1, 2, 2, 3]
+    (_, less), (_, more) = seen[1][0], seen[3][1]
+    assert less == more
+    assert seen[7] == [(2 * GIB, seen[7][0][1]), (GIB, seen[7][0][1]), (2 * GIB, less)]
+
+
+def test_a_sweep_keeps_what_the_machine_says(trace: str, capsys: Captured) -> None:
+    """Storage behind little staging memory is slower."""
+    arguments = ["sweep", trace, "--ssds", "1", "--device-budgets", "62%", "--json"]
+    steps_ns: list[int] = []
+    for staging in ("", ":staging=256MiB"):
+        machine = ["--hardware", f"rtx-4090{staging}", "--host-budgets", "512MiB"]
+        assert main([*arguments, *machine]) == 0
+        steps_ns.append(loaded(capsys)["cells"][0]["step_ns"])
+    assert steps_ns[0] < steps_ns[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hardware", "h200"], "give a trace file, or --library"),
+        (["TRACE", "--library", "unet", "--hardware", "h200"], "not both"),
+        (["TRACE", "--hardware", "h200:ssd=2"], 'leave "ssd=2" out, and use --ssds'),
+        (["TRACE", "--hardware", "h200:host=1GB"], "and use --host-budgets"),
+        (["TRACE", "--hardware", "h200", "--ssds", "few"], "'few' is no list of numbers"),
+    ],
+)
+def test_wrong_input_has_exit_code_2(
+    arguments: list[str], message: str, trace: str, capsys: Captured
+) -> None:
+    filled = [trace if argument == "TRACE" else argument for argument in arguments]
+    assert main(["sweep", *filled]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device-budgets", ","], "--device-budgets: is empty"),
+        (["--png", "x.txt"], "x.txt: the picture is written as .png"),
+    ],
+)
+def test_wrong_sweeps_are_2(arguments: list[str], message: str, capsys: Captured) -> None:
+    assert main(["sweep", *UNET, "--hardware", "h200", *arguments]) == 2
+    assert message in capsys.readouterr().err
