@@ -29,7 +29,7 @@ FILE_VARIABLE = "TERAPLAN_CONFIG"
 """Names a TOML file with the same options."""
 
 _PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
-_BUDGET_FORMS = '"2GiB", "500 MB", a number of bytes, or a percentage such as "60%"'
+_BUDGET_FORMS = '"2GiB", "500 MB", a whole number of bytes, or a percentage such as "60%"'
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _WORDS = {word: True for word in _TRUE} | {word: False for word in _FALSE}
 

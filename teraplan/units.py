@@ -17,14 +17,18 @@ def parse_nbytes(text: str) -> int:
     """Number of bytes that `text` names ("2GiB", "500 MB", "4096").
 
     Raises:
-        ValueError: if `text` is no size.
+        ValueError: if `text` is no size, or bytes of which the last is not whole.
     """
     match = _SIZE.fullmatch(text)
     factor = _BY_LOWER_NAME.get((match[2] or "B").lower()) if match else None
     if match is None or factor is None:
         units = ", ".join(_FACTORS)
         raise ValueError(f"{text!r} is not a size; write a number and one of {units}")
-    return round(float(match[1]) * factor)
+    number = float(match[1])
+    nbytes = round(number * factor)
+    if factor == 1 and nbytes != number:
+        raise ValueError(f"{text!r} is no whole number of bytes; write a unit, such as GiB")
+    return nbytes
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -97,10 +97,15 @@ def _cells(trace: StepTrace, options: argparse.Namespace) -> list[Cell]:
         budgets_of(trace, base, None, text, None).host_bytes
         for text in listed(options.host_budgets)
     ]
+    machines = {
+        (num_ssds, host): machine_named(f"{options.hardware}:ssd={num_ssds}:host={host}")
+        for num_ssds in ssds
+        for host in hosts
+    }
     cells: dict[tuple[int, int, int], Cell] = {}
     for s, num_ssds in enumerate(ssds):
         for h, host in enumerate(sorted(hosts)):
-            machine = machine_named(f"{options.hardware}:ssd={num_ssds}:host={host}")
+            machine = machines[num_ssds, host]
             for d, limit in enumerate(sorted(limits)):
                 budgets = budgets_of(trace, machine, str(limit), None, None)
                 before = (cells.get(at) for at in ((s - 1, h, d), (s, h - 1, d), (s, h, d - 1)))

@@ -188,6 +188,11 @@ def machine_named(spec: str) -> Machine:
     """
     name, *options = spec.split(":")
     device = _DEVICES.get(name)
+    if device is None and spec.endswith(".json"):
+        raise ConfigError(
+            f'"{spec}" is a file, and here one of the machines of the library is wanted, by its '
+            f"name: {', '.join(DEVICES)}"
+        )
     if device is None:
         near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.0)
         raise ConfigError(

@@ -76,7 +76,15 @@ def test_empty_variable_counts_as_not_set() -> None:
 
 @pytest.mark.parametrize(
     ("value", "nbytes"),
-    [("2GiB", 2 << 30), ("500 MB", 500 * 10**6), (4096, 4096), ("4096", 4096), (" 1 kib ", 1024)],
+    [
+        ("2GiB", 2 << 30),
+        ("500 MB", 500 * 10**6),
+        (4096, 4096),
+        ("4096", 4096),
+        (" 1 kib ", 1024),
+        ("4096.0", 4096),
+        ("0.5GiB", 1 << 29),
+    ],
 )
 def test_budget_in_bytes(value: object, nbytes: int) -> None:
     budget = Config.resolve({"device_budget": value}, {}).device_budget
@@ -116,8 +124,8 @@ def test_budget_is_bytes_or_percentage() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", "much", "-1", -1, "-5%", "%", "12 parsecs", 0.6, True, [1], "9" * 400 + "GiB",
-     "9" * 400 + "%", float("nan"), "nan%"],
+    ["", "much", "-1", -1, "-5%", "%", "12 parsecs", "0.5", "1.5 B", 0.6, True, [1],
+     "9" * 400 + "GiB", "9" * 400 + "%", float("nan"), "nan%"],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["device_budget", "host_budget"])
 def test_wrong_budget_names_option_value_and_forms(name: str, value: object) -> None:
