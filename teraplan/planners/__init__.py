@@ -15,6 +15,7 @@ from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.plan import UNKNOWN, HostUpdate, Plan, Recomputation
 from teraplan.planners.base import Planner, Problem, require_feasible
 from teraplan.planners.baselines import plan_on_demand, plan_statically
+from teraplan.planners.foreign import load_planner
 from teraplan.planners.recompute import recomputations, with_recomputed
 from teraplan.planners.rules import apply_rules
 from teraplan.planners.stall_driven import plan_by_stalls
@@ -78,8 +79,8 @@ def make_plan(
         split: let "teraplan" split tensors between host memory and storage.
 
     Raises:
-        ConfigError: if there is no such policy, a rule matches nothing, scipy is missing, or the
-            links are so slow that the step takes months.
+        ConfigError: if there is no such policy, or that of another package fails, a rule matches
+            nothing, scipy is missing, or the links are so slow that the step takes months.
         InfeasibleBudgetError: if no plan fits; says which site needs how much.
     """
     planner = planner_named(policy)
@@ -238,21 +239,14 @@ def planner_named(policy: str) -> Planner:
     """The planner of this name, ours or of an installed package.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is none; as `load_planner`.
     """
     planner = POLICIES.get(policy)
     if planner is not None:
         return planner
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if policy in others:
-        try:
-            loaded: Planner = others[policy].load()
-        except Exception as error:
-            raise ConfigError(
-                f'policy "{policy}" ({others[policy].value}) cannot be loaded: '
-                f"{type(error).__name__}: {error}"
-            ) from error
-        return loaded
+        return load_planner(others[policy])
     names = sorted({*POLICIES, *others})
     near = difflib.get_close_matches(policy, names, n=1, cutoff=0.0)
     hint = f'; did you mean "{near[0]}"?' if near else ""

@@ -1,9 +1,8 @@
-"""Policies of other packages, rules, candidates, the time limit, and plans of coarse steps."""
+"""Rules, candidates, the time limit, and plans of coarse steps."""
 
 import re
 import time
 from dataclasses import replace
-from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from teraplan.errors import (
     ConfigError,
     FileFormatError,
     InfeasibleBudgetError,
-    InvalidPlanError,
 )
 from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.library.machines import GB, machine_of_teraio
@@ -42,38 +40,8 @@ def between(trace: StepTrace, part: float) -> int:
     return least + int((most - least) * part)
 
 
-def test_a_policy_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("mine", "teraplan.planners.stall_driven:plan_by_stalls", "teraplan.policies")
-    monkeypatch.setattr(planners, "entry_points", lambda group: EntryPoints([point]))
-    trace = gpt_trace(2)
-    plan = make_plan(trace, machine(), budgets(between(trace, 0.4)), "mine")
-    assert plan.policy == "mine"
-    assert plan.migrations == make_plan(trace, machine(), plan.budgets).migrations
-    with pytest.raises(ConfigError, match='did you mean "mine"'):
-        make_plan(trace, machine(), plan.budgets, "mines")
-
-
 def never(problem: Problem) -> tuple[Migration, ...]:
     raise InfeasibleBudgetError("no plan was found", least_budget_bytes=0)
-
-
-def of_a_tensor_that_there_is_not(problem: Problem) -> tuple[Migration, ...]:
-    number = len(problem.trace.tensors)
-    return (Migration(tensor_id=number, leave=1, gone=1, back=3, needed=3, tier=Tier.STORAGE),)
-
-
-def test_what_others_plan_is_checked_before_it_is_simulated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    places = {"wrong": f"{__name__}:of_a_tensor_that_there_is_not", "gone": "no.such:place"}
-    points = [EntryPoint(name, place, "teraplan.policies") for name, place in places.items()]
-    monkeypatch.setattr(planners, "entry_points", lambda group: EntryPoints(points))
-    trace = gpt_trace(2)
-    limit = budgets(between(trace, 0.4))
-    with pytest.raises(InvalidPlanError, match="1 rule:\n  tensor: migration 0: tensor"):
-        make_plan(trace, machine(), limit, "wrong")
-    with pytest.raises(ConfigError, match=r'policy "gone" \(no.such:place\) cannot be loaded: Mod'):
-        make_plan(trace, machine(), limit, "gone")
 
 
 def test_a_candidate_is_taken_where_nothing_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
