@@ -7,6 +7,8 @@ says which file and which field, e.g.
     plan.json: migrations[3].tier: "disk" is not one of device, host, storage
 """
 
+import codecs
+import io
 import json
 import os
 import stat
@@ -20,6 +22,7 @@ from teraplan.whole_file import whole_file
 
 MAX_FILE_NBYTES = 1 << 30
 """Larger files are refused unread; a trace of 250 000 sites takes about 40 MB."""
+_PIECE_NBYTES = 1 << 20
 MAX_INT = (1 << 62) - 1
 """Bytes and nanoseconds beyond this (146 years) are refused, so that sums of a few fit 64 bits."""
 MAX_TEXT = 1 << 16
@@ -99,15 +102,19 @@ def require_schema(root: "Node", schema: str, versions: Sequence[int]) -> "Node"
 
 
 def _text(path: Path) -> str:
-    """The text of a file, whose bytes are gone before it is parsed."""
-    with _opened(path) as file:
-        data = file.read(MAX_FILE_NBYTES + 1)
-    if len(data) > MAX_FILE_NBYTES:
-        raise FileFormatError(f"{path}: has more than {MAX_FILE_NBYTES} bytes")
+    """The text of a file, of whose bytes few are in memory at a time."""
+    text, decoder, nbytes = io.StringIO(), codecs.getincrementaldecoder("utf-8")(), 0
     try:
-        return data.decode("utf-8")
+        with _opened(path) as file:
+            while piece := file.read(_PIECE_NBYTES):
+                nbytes += len(piece)
+                if nbytes > MAX_FILE_NBYTES:
+                    raise FileFormatError(f"{path}: has more than {MAX_FILE_NBYTES} bytes")
+                text.write(decoder.decode(piece))
+            text.write(decoder.decode(b"", final=True))
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path}: is not JSON: {error}") from error
+    return text.getvalue()
 
 
 def _parse(text: str, path: Path) -> object:

@@ -1,6 +1,10 @@
 """Files come back as they were written, and hostile ones are refused with the field's name."""
 
 import json
+import os
+import sys
+import threading
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +25,7 @@ from teraplan.run_file import read_runs, write_runs
 from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecord
 from teraplan.step_trace import StepTrace
 from teraplan.trace_file import read_trace, write_trace
+from teraplan.units import MIB
 from tests.planning.synthetic import budgets, gpt_trace, machine
 from tests.planning.traces import machines, traces
 
@@ -185,6 +190,32 @@ def test_refuses_absent_and_huge_files(
     monkeypatch.setattr(json_files, "MAX_FILE_NBYTES", 100)
     with pytest.raises(FileFormatError, match="files over 100 are not read"):
         read_plan(plan_path)
+
+
+def test_reading_takes_the_memory_of_text_and_value(tmp_path: Path) -> None:
+    """And not that of the file's bytes, too. A letter may lie across two pieces."""
+    path, value = tmp_path / "large.json", "x" * (MIB - 2) + "ü" + "x" * 9 * MIB
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+    nbytes = sys.getsizeof(value)
+    tracemalloc.start()
+    try:
+        assert json_files.load(path).text(nbytes) == value
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * nbytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_pipes_without_end_are_not_read_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_files, "MAX_FILE_NBYTES", 100)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(b" " * 101))
+    writer.start()
+    with pytest.raises(FileFormatError, match="has more than 100 bytes"):
+        read_plan(pipe)
+    writer.join(20)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
