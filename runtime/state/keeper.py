@@ -20,7 +20,7 @@ from teraplan.runtime.state.not_used_yet import NotUsedYet
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.runtime.state.training_state import TrainingState
-from teraplan.runtime.state.update_needs import TEMPORARIES
+from teraplan.runtime.state.update_needs import TEMPORARIES, num_temporaries
 from teraplan.units import format_nbytes
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class StateKeeper:
         self._steps: OptimizerSteps | None = None
         self._updates_in_step = ""
         """Why no parameter is updated in the backward although they are to be."""
-        self._tensors_at_once = _TENSORS_AT_ONCE
+        self._tensors_at_once, self._num_temporaries = _TENSORS_AT_ONCE, TEMPORARIES
         self._largest_bytes = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
         """Those that there were when the first graph was compiled."""
@@ -133,7 +133,7 @@ class StateKeeper:
     @property
     def update_bytes(self) -> int:
         """What the update of one parameter needs beside its state."""
-        return TEMPORARIES * self._largest_bytes
+        return self._num_temporaries * self._largest_bytes
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
@@ -141,6 +141,8 @@ class StateKeeper:
         optimizers = list(_optimizers_of(used)) if self._looks_ahead else []
         states = max(map(census.most_states, optimizers), default=0)
         self._tensors_at_once = max(self._tensors_at_once, 2 + states)
+        if optimizers:
+            self._num_temporaries = max(map(num_temporaries, optimizers))
         to_come = _parameters(self._to_come(optimizers)) if self._looks_ahead else []
         self.expect(list(dict.fromkeys([*used, *to_come])))
         if self.state is not None:

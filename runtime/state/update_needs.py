@@ -1,6 +1,7 @@
 """What an optimizer's update of some parameters uses, and what memory it takes."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ from teraplan.runtime.state.taken_gradient import TakenGradient, gone
 
 TEMPORARIES = 2
 """Tensors of a parameter's size that AdamW makes on the way; of others none makes more."""
+_SGD_MAKES_ONE_FOR = ("weight_decay", "nesterov", "maximize")
 
 Optimizer = torch.optim.Optimizer
 
@@ -35,6 +37,24 @@ def missing_bytes(optimizer: Optimizer) -> dict[int, int]:
     """Bytes of the state that the step will make, by identity of the parameter."""
     to_come = states_to_come(optimizer, unknown=STATES_OF_UNKNOWN)
     return {id(p): count * p.nbytes for p, count in to_come if p.grad is not None}
+
+
+def num_temporaries(optimizer: Optimizer) -> int:
+    """Tensors of a parameter's size that the update of one makes on the way, at most."""
+    if not _is_plain(optimizer):
+        return TEMPORARIES
+    return max(map(_of_group, optimizer.param_groups), default=0)
+
+
+def _is_plain(optimizer: Optimizer) -> bool:
+    """True for SGD whose parameters are updated one by one."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    several = any(group.get("foreach") for group in optimizer.param_groups)
+    return type(optimizer) is torch.optim.SGD and not several and all(p.is_cpu for p in parameters)
+
+
+def _of_group(group: dict[str, Any]) -> int:
+    return min(TEMPORARIES, sum(bool(group.get(option)) for option in _SGD_MAKES_ONE_FOR))
 
 
 def temporary_bytes(optimizer: Optimizer) -> int:
