@@ -39,7 +39,6 @@ from teraplan.plan import Migration
 from teraplan.run_record import Direction
 from teraplan.step_events import (
     QUEUE,
-    QUEUE_AFTER,
     QUEUE_BOTH,
     WAIT,
     WAIT_BOTH,
@@ -139,14 +138,30 @@ class Simulator:
         Raises:
             ConfigError: if a migration goes over a link that the machine does not have.
         """
+        run = self._begun(migrations)
+        run.to_the_end()
+        return run.timing(with_transfers)
+
+    def step_ns(self, migrations: Sequence[Migration], below_ns: int = LONGEST_NS) -> int:
+        """How long the step is under `migrations`, in ns, by a simulation that is no longer.
+
+        It ends where the step is sure to take `below_ns` or more, and returns what that shows it
+        to take at least.
+
+        Raises:
+            ConfigError: as `run`.
+        """
+        run = self._begun(migrations)
+        run.to_the_end(below_ns)
+        return run.step_ns
+
+    def _begun(self, migrations: Sequence[Migration]) -> "_Run":
         for m in migrations:
             if m.tier not in self.links or (m.host_bytes and Tier.HOST not in self.links):
                 tier = Tier.HOST if m.tier in self.links else m.tier
                 name = self.trace.tensors[m.tensor_id].name
                 raise ConfigError(f"{name} moves to {tier}, but the hardware has no such link")
-        run = _Run(self, migrations)
-        run.to_the_end()
-        return run.timing(with_transfers)
+        return _Run(self, migrations)
 
 
 @final
@@ -174,45 +189,61 @@ class _Run:
         )
         self._waits: list[tuple[int, float, float]] = []
         """Events at which the computation waits, from when and until when."""
+        self._first_site = (self._num_steps - 1) * self._num_sites
+        self._first_delay = self._delay = 0.0
+        """By how much the last of the unrolled steps begins late, and where the simulation is."""
 
-    def to_the_end(self) -> None:
-        """Goes through all events, and lets the transfers end."""
+    @property
+    def step_ns(self) -> int:
+        """Length of the last of the unrolled steps; of one that was cut short, the least."""
+        begin = float(self._owner.site_ns[self._first_site]) + self._first_delay
+        end = float(self._owner.site_ns[self._first_site + self._num_sites]) + self._delay
+        return _rounded(end - begin) if end < LONGEST_NS else LONGEST_NS
+
+    def to_the_end(self, below_ns: int = LONGEST_NS) -> None:
+        """Goes through all events, or until the step is sure to take `below_ns` or more."""
         channels, events = self._channels, self._events
         submit, end, after = channels.submit, channels.end, events.after
+        all_ns, first = self._owner.site_ns, int(events.sites.searchsorted(self._first_site))
+        ideal_ns = int(all_ns[self._first_site + self._num_sites] - all_ns[self._first_site])
         columns = (
-            self._owner.site_ns[events.sites].astype(np.float64).tolist(),
+            all_ns[events.sites].astype(np.float64).tolist(),
             events.actions.tolist(),
             events.numbers.tolist(),
         )
-        delay, event = 0.0, -1
+        most_delay, delay, event = below_ns - ideal_ns + 1.0, 0.0, -1
         for site_ns, action, number in zip(*columns, strict=True):
             event += 1
             now = site_ns + delay
             if action == QUEUE:
                 submit(number, now)
-            elif action == WAIT:
+                continue
+            if action == WAIT:
                 done = end[number]
                 if done < 0.0:
                     done = channels.finish(number, now)
-                if done > now:
-                    self._waits.append((event, now, done))
-                    delay = done - site_ns
             elif action == WAIT_BOTH:
                 done = channels.finish_both(number, number + 1, now)
-                if done > now:
-                    self._waits.append((event, now, done))
-                    delay = done - site_ns
             elif action == QUEUE_BOTH:
                 submit(number, now)
                 submit(number + 1, now)
-            elif action == QUEUE_AFTER:
+                continue
+            else:
                 channels.submit_after(number, after[number], now)
-        channels.drain()
+                continue
+            if done <= now:
+                continue
+            self._waits.append((event, now, done))
+            self._delay = delay = done - site_ns
+            if event < first:
+                self._first_delay = delay
+            elif delay - self._first_delay > most_delay:
+                return
 
     def timing(self, with_transfers: bool) -> Timing:
         """What happened in the last of the unrolled steps."""
         events, all_ns = self._events, self._owner.site_ns
-        first = (self._num_steps - 1) * self._num_sites
+        first = self._first_site
         sites = np.arange(first, first + self._num_sites + 1)
         waited = np.array([event for event, _, _ in self._waits], dtype=np.int64)
         at = events.sites[waited]
@@ -245,7 +276,7 @@ class _Run:
         )
         transfers, runs = self._recorded(begin, end) if with_transfers else ((), ())
         return Timing(
-            step_ns=_rounded(end - begin) if end < LONGEST_NS else LONGEST_NS,
+            step_ns=self.step_ns,
             site_ns=_all_rounded(reached - begin),
             waits=waits,
             transfers=transfers,
@@ -257,6 +288,7 @@ class _Run:
     ) -> tuple[tuple[Transfer, ...], tuple[HostRun, ...]]:
         """What starts in the last of the unrolled steps, of the links and of the host's cores."""
         events, channels = self._events, self._channels
+        channels.drain()
         start = np.array(channels.start)
         here = np.flatnonzero((begin <= start) & (start < end))
         event, slot = events.queued_by[here], events.slots[here]

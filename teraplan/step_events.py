@@ -165,24 +165,18 @@ def _in_order(moves: Moves, num_sites: int) -> tuple[Ints, Ints, Ints]:
     num_steps, count = moves.num_steps(num_sites), moves.ready.size
     end = num_steps * num_sites
     leave, gone, back, needed = moves.sites
-    hosted = np.arange(count) >= moves.num_migrations
     begin = np.maximum(moves.ready, leave)  # not before the copy out is queued
-    parts: list[tuple[Ints, Ints, Ints, Ints]] = []
-    for copy in range(1 - num_steps, num_steps):
-        shift = copy * num_sites
-        alive = needed + shift >= 0
-        written = alive & moves.written & (leave + shift >= 0) & (leave + shift < end)
-        none = np.zeros(count, dtype=np.int64)
-        for phase, there, site, rank in (
-            (_LEAVE, written, leave, gone),
-            (_GONE, written & (gone + shift < end), gone, none),
-            (_READY, written & hosted, begin, gone),
-            (_BACK, alive & (back + shift < end), back, needed),
-            (_NEEDED, alive & (needed + shift < end), needed, none),
-        ):
-            here = np.flatnonzero(there)
-            at = np.maximum(site[here] + shift, 0)
-            parts.append((at, np.full_like(here, phase), rank[here], here + (copy + 1) * count))
-    sites, phases, ranks, keys = (np.concatenate(part) for part in zip(*parts, strict=True))
+    at = np.array([leave, gone, begin, back, needed])
+    ranks = np.array([gone, leave, gone, needed, leave])
+    ranks[[_GONE, _NEEDED]] = 0
+    at = at + np.arange(1 - num_steps, num_steps)[:, None, None] * num_sites
+    alive = at[:, _NEEDED] >= 0
+    written = alive & moves.written & (at[:, _LEAVE] >= 0) & (at[:, _LEAVE] < end)
+    there = (at < end) & alive[:, None]
+    there[:, : _READY + 1] &= written[:, None]
+    there[:, _READY] = written & (np.arange(count) >= moves.num_migrations)
+    copies, phases, index = there.nonzero()
+    sites, ranks = np.maximum(at[there], 0), ranks[phases, index]
+    keys = index + (copies + 2 - num_steps) * count
     order = np.lexsort((keys, ranks, phases, sites))
     return sites[order], phases[order], keys[order]
