@@ -31,6 +31,8 @@ from teraplan.planners.placement import with_reasons
 from teraplan.planners.room import Room
 from teraplan.planners.victims import choose, farthest_use
 
+_AT_ONCE = 1_000_000
+"""Numbers of byte-ns that are worked out at once, of some sizes at all sites."""
 _TIERS = (Tier.STORAGE, Tier.HOST)
 
 
@@ -70,10 +72,16 @@ def prose(state: "_State", fits: _Fits) -> Floats:
     """Byte-ns of pressure that it takes away, per ns of its two transfers."""
     nbytes, link = state.periods.nbytes, state.problem.links[fits.tier]
     benefit = np.zeros(len(nbytes))
-    for size in np.unique(nbytes[fits.viable]).tolist():
-        rows = np.flatnonzero(fits.viable & (nbytes == size))
-        total = _prefix(np.clip(state.over.free, 0, size) * state.ns)
-        benefit[rows] = _between(total, fits.gone[rows], fits.back[rows])
+    over, rows = np.maximum(state.over.free, 0), np.flatnonzero(fits.viable)
+    sizes, size_of = np.unique(nbytes[rows], return_inverse=True)
+    at_once = max(_AT_ONCE // len(over), 1)
+    for first in range(0, len(sizes), at_once):
+        some = sizes[first : first + at_once, None]
+        total = _prefix(np.minimum(over, some) * state.ns)
+        here = (first <= size_of) & (size_of < first + at_once)
+        these, number = rows[here], size_of[here] - first
+        start, end = (total[number, at[these]] for at in (fits.gone, fits.back))
+        benefit[these] = end - start
     return benefit / (nbytes * 1e9 / link.out_bytes_per_s + nbytes * 1e9 / link.back_bytes_per_s)
 
 
@@ -84,8 +92,9 @@ def g10_area(state: "_State", fits: _Fits) -> Floats:
 
 
 def _prefix(values: Floats) -> Floats:
-    """Sums of a repeating curve before each site of two steps; shape (2 * sites + 1,)."""
-    return np.concatenate([np.zeros(1), np.cumsum(np.tile(values, 2))])
+    """Sums of a repeating curve before each site of two steps; shape (..., 2 * sites + 1)."""
+    twice = np.concatenate([np.zeros((*values.shape[:-1], 1)), values, values], axis=-1)
+    return np.cumsum(twice, axis=-1, out=twice)
 
 
 def _between(total: Floats, start: Ints, end: Ints) -> Floats:
