@@ -4,7 +4,7 @@ import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
@@ -94,8 +94,10 @@ def make_plan(
         step = recomputed_step(trace, [choice.tensor_id for choice in recomputed])
         return Problem.of(step, hardware, budgets)
 
-    def plan_step(recomputed: tuple[Recomputation, ...] = ()) -> Plan:
+    @cache
+    def plan_step(recomputed: tuple[Recomputation, ...] = (), draft: bool = False) -> Plan:
         asked = _asked(problem_of(recomputed), rules or {}, deadline, split)
+        asked = replace(asked, draft=draft)
         migrations = planner(asked)
         host_updates: tuple[HostUpdate, ...] = ()
         if planner is plan_by_stalls:

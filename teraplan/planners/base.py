@@ -60,6 +60,8 @@ class Problem:
     """Bytes of the tensors of which one that is listed here consists (`coarse`)."""
     splits: bool = True
     """Whether tensors may be split between tiers."""
+    draft: bool = False
+    """Whether the plan only has to tell what to expect of a thorough one, at a part of its cost."""
     spare_sites: int = 0
     """By how many sites a tensor takes space in another tier before and after its idle period."""
 

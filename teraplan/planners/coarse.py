@@ -140,6 +140,7 @@ def coarsen(problem: Problem, num_slots: int) -> Coarse:
             if ids[0] in problem.only_tier
         },
         deadline=problem.deadline,
+        draft=problem.draft,
         host_copies=frozenset(
             group for group, ids in enumerate(members) if ids[0] in problem.host_copies
         ),

@@ -67,4 +67,7 @@ def with_kept_copies(problem: Problem, migrations: Sequence[Migration]) -> tuple
         clean.update(indices[position] for position, _, _ in kept)
         if tensor_id in problem.host_copies:
             clean.update(i for i in indices if migrations[i].tier is Tier.HOST)
-    return tuple(replace(m, clean=i in clean) for i, m in enumerate(migrations))
+    return tuple(
+        m if m.clean == (i in clean) else replace(m, clean=not m.clean)
+        for i, m in enumerate(migrations)
+    )

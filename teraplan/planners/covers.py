@@ -26,10 +26,10 @@ from teraplan.memory_curve import Curve
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.polish import polish
-from teraplan.planners.small_step import Plan, SmallStep
-from teraplan.simulator import Simulator
+from teraplan.planners.small_step import Plan, SmallStep, StepTimes
+from teraplan.simulator import LONGEST_NS
 
-_MOST_PERIODS = 10
+MOST_COVERED = 10
 """Idle periods up to which the search mostly ends before its simulations are used up."""
 
 _State = tuple[Migration | None, ...]
@@ -37,25 +37,25 @@ _State = tuple[Migration | None, ...]
 
 
 def plan_small_step(
-    problem: Problem, simulator: Simulator, found: Plan | None, enough_ns: int
+    problem: Problem, times: StepTimes, found: Plan | None, enough_ns: int
 ) -> Plan | None:
     """A plan of whole tensors that is no slower than `found`; near the best if periods are few.
 
     Args:
         problem: the step and the machine.
-        simulator: of both.
+        times: of plans for it.
         found: a plan that holds, None if none has been found.
         enough_ns: a lower bound on the step.
     """
-    found_ns = None if found is None else simulator.run(found).step_ns
-    few = len(problem.lifetimes) <= _MOST_PERIODS
+    found_ns = None if found is None else times.step_ns(found)
+    few = len(problem.lifetimes) <= MOST_COVERED
     if found_ns is None or (few and found_ns > enough_ns):
-        found = best_cover(SmallStep(problem, simulator), found_ns) or found
+        found = best_cover(SmallStep(problem, times), found_ns) or found
     if found is None:
-        found = best_cover(SmallStep(problem, simulator), briefly=True)
+        found = best_cover(SmallStep(problem, times), briefly=True)
     if found is None:
         return None
-    return polish(SmallStep(problem, simulator), found, enough_ns, split=False)
+    return polish(SmallStep(problem, times), found, enough_ns, split=False)
 
 
 def best_cover(
@@ -86,7 +86,7 @@ def best_cover(
             seen.add(other)
             if held is None:
                 continue
-            ns = step.step_ns(held)
+            ns = step.step_ns(held, LONGEST_NS if below_ns is None else below_ns)
             if below_ns is None or ns < below_ns:
                 left = int(search.bytes_over(other).sum())
                 cost = (left, ns) if briefly else (ns, left)  # any plan, or the fastest

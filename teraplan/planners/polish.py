@@ -38,7 +38,7 @@ class _Polish:
                 other = self._new(raw)
                 if other is None:
                     continue
-                ns = self._step.step_ns(other)
+                ns = self._step.step_ns(other, best_ns)
                 if ns < best_ns:
                     best, best_ns, improved = other, ns, True
                     break

@@ -3,8 +3,9 @@
     plan with everything kept -> candidates by what they free per time -> plans for parts of them
 
 Each set makes another step of the trace (`recomputed_step`), which is planned like any other. Of
-the candidates in order all are tried, then half, then parts nearer and nearer to the best. The plan
-in which everything is kept stays unless another is faster by more than measurements are off.
+the candidates in order all are tried, then half, then parts nearer and nearer to the best: in
+drafts, of which the fastest are then planned thoroughly. The plan in which everything is kept stays
+unless another is faster by more than measurements are off.
 
 Where copies and computation share cores, what is moved makes the computation slower even if nobody
 waits for it. What is computed again is not moved; so it can be faster there, too.
@@ -22,12 +23,16 @@ from teraplan.units import format_nbytes, format_ns
 
 _WORTH = 0.02
 """Of the step, the least that computing again must save."""
+_NEARLY = 0.05
+"""By how much a draft may be slower than that of the step in which everything is kept."""
+_THOROUGH = 2
+"""Of the parts, how many at most are planned thoroughly: those with the fastest drafts."""
 _PARTS = 8
 _MANY_SITES = 5_000
 """Larger steps take seconds to plan: of their candidates all or half are computed again."""
 
-PlanStep = Callable[[tuple[Recomputation, ...]], Plan]
-"""A plan in which these tensors are computed again."""
+PlanStep = Callable[[tuple[Recomputation, ...], bool], Plan]
+"""A plan in which these tensors are computed again, and whether a draft will do."""
 
 
 def with_recomputed(
@@ -51,26 +56,34 @@ def with_recomputed(
     ranked = _ranked(kept)
     if not ranked:
         return kept
-    plans: dict[int, Plan] = {0: kept}
+    small = len(trace.sites) <= _MANY_SITES
+    drafts: dict[int, Plan] = {}
+    """By how many of the candidates are computed again."""
 
-    def cost_of(part: int) -> int:
-        if part not in plans:
-            count = max(1, len(ranked) * part // _PARTS)
-            chosen = recomputations(trace, ranked[:count])
-            try:
-                plans[part] = plan_step(chosen)
-            except InfeasibleBudgetError:  # what they are computed from has to stay for longer
-                plans[part] = kept
-        return cost_ns(plans[part])
+    def plan_of(count: int, *, draft: bool) -> Plan:
+        try:
+            return plan_step(recomputations(trace, ranked[:count]), draft)
+        except InfeasibleBudgetError:  # what they are computed from has to stay for longer
+            return kept
 
-    best, stride = min((_PARTS, _PARTS // 2), key=cost_of), _PARTS // 4
-    while stride and len(trace.sites) <= _MANY_SITES:
+    def draft_cost_ns(part: int) -> int:
+        count = max(1, len(ranked) * part // _PARTS)
+        if count not in drafts:
+            drafts[count] = plan_of(count, draft=small)
+        return cost_ns(drafts[count])
+
+    best, stride = min((_PARTS, _PARTS // 2), key=draft_cost_ns), _PARTS // 4
+    while stride and small:
         near = (best, best - stride, best + stride)
-        best = min((part for part in near if 0 < part <= _PARTS), key=cost_of)
+        best = min((part for part in near if 0 < part <= _PARTS), key=draft_cost_ns)
         stride //= 2
-    if cost_of(best) > cost_ns(kept) - kept.prediction.step_ns * _WORTH:
-        return kept
-    return plans[best]
+    least_ns = min(map(cost_ns, drafts.values()))
+    most_ns = min(least_ns * (1 + _WORTH), cost_ns(plan_of(0, draft=small)) * (1 + _NEARLY))
+    close = [count for count, draft in drafts.items() if cost_ns(draft) <= most_ns]
+    close = sorted(close, key=lambda count: cost_ns(drafts[count]))[:_THOROUGH]
+    thorough = [plan_of(count, draft=False) for count in close]
+    plan = min([*thorough, *(drafts[count] for count in close)], key=cost_ns, default=kept)
+    return plan if cost_ns(plan) <= cost_ns(kept) - kept.prediction.step_ns * _WORTH else kept
 
 
 def _ranked(kept: Plan) -> Sequence[int]:

@@ -9,7 +9,7 @@ from teraplan.memory_curve import sum_ranges, tier_curve
 from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.copies import with_kept_copies
-from teraplan.simulator import Simulator
+from teraplan.simulator import LONGEST_NS, Simulator
 
 Plan = tuple[Migration, ...]
 
@@ -18,12 +18,29 @@ _SIMULATIONS, _WORK = 300, 9_000
 
 
 @final
+class StepTimes:
+    """Times of one step under plans, each of which is simulated once; mutable."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+        self._known: dict[Plan, tuple[int, int]] = {}
+        """By plan, its time and below which time that is exact."""
+
+    def step_ns(self, plan: Plan, below_ns: int = LONGEST_NS) -> int:
+        """Time of the step under a plan; if that is `below_ns` or more, some such time."""
+        known = self._known.get(plan)
+        if known is None or not (known[0] < known[1] or known[0] >= below_ns):
+            known = self._known[plan] = self._simulator.step_ns(plan, below_ns), below_ns
+        return known[0]
+
+
+@final
 class SmallStep:
     """What a search knows of plans for one problem; mutable: its simulations are counted."""
 
-    def __init__(self, problem: Problem, simulator: Simulator) -> None:
+    def __init__(self, problem: Problem, times: StepTimes) -> None:
         self.problem = problem
-        self._simulator = simulator
+        self._times = times
         self.simulations_left = min(_SIMULATIONS, _WORK // (len(problem.lifetimes) + 1))
         self._over = problem.device - problem.limit_bytes
 
@@ -33,10 +50,10 @@ class SmallStep:
         late = deadline is not None and time.monotonic() > deadline
         return late or self.simulations_left <= 0
 
-    def step_ns(self, plan: Plan) -> int:
-        """Time of the step under a plan; takes one simulation."""
+    def step_ns(self, plan: Plan, below_ns: int = LONGEST_NS) -> int:
+        """Time of the step under a plan; if that is `below_ns` or more, some such time."""
         self.simulations_left -= 1
-        return self._simulator.run(plan).step_ns
+        return self._times.step_ns(plan, below_ns)
 
     def fits(self, plan: Plan) -> bool:
         """Whether it keeps the device budget."""
@@ -62,8 +79,10 @@ class SmallStep:
     def _has_room(self, plan: Plan) -> bool:
         problem = self.problem
         others = tuple(m for m in plan if m.tensor_id not in problem.host_copies)
+        total = sum(problem.trace.tensors[m.tensor_id].nbytes for m in plan)
         return all(
-            (
+            size >= total
+            or (
                 tier_curve(
                     problem.trace,
                     others if tier is Tier.HOST else plan,

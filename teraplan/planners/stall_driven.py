@@ -16,14 +16,15 @@ nobody simulates: each byte of them, and each copy. The same input always gives 
 
 To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
-the budget, if the bound does not rule them out. So a budget at or above such an eighth is never
-slower than the eighth itself; beside updates on the host, for several numbers of which plans are
-made, two of them are tried. In such steps the plans of all published policies are attempts too, a
-step of up to 10 is searched from nothing moved (`covers`), and the best plan of one of up to 60 is
-polished (`polish`). Tensors are split between tiers in the best plan alone (`tier_split`). A step
-of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is compared with simple
-policies on the step itself. What has more than 20,000 even as a coarse copy is planned in three
-attempts: each takes a second or two there.
+the budget, if the bound does not rule them out; beside updates on the host, for several numbers of
+which plans are made, two of them. So in a step of up to 10 a budget at or above such an eighth is
+never slower than the eighth itself; in larger ones these plans are drafts, of which the fastest is
+searched thoroughly if it is nearly as fast as the best. In steps of up to 500 the plans of all
+published policies are attempts too, one of up to 10 is searched from nothing moved (`covers`), and
+the best plan of one of up to 60 is polished (`polish`). Tensors are split between tiers in
+the best plan alone (`tier_split`). A step of more than 1,000 is planned on a coarse copy
+(`coarse`), which is compared with simple policies on the step itself up to 20,000. What has more
+than 20,000 even as a coarse copy is planned in three attempts: each takes a second or two there.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ from teraplan.plan import Migration
 from teraplan.planners.base import Planner, Problem, no_placement
 from teraplan.planners.baselines import SIMPLE, plan_or_none
 from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
-from teraplan.planners.covers import plan_small_step
+from teraplan.planners.covers import MOST_COVERED, plan_small_step
 from teraplan.planners.finishing import (
     NEAR,
     PLENTY,
@@ -59,7 +60,7 @@ from teraplan.planners.placement import (
     with_reasons,
 )
 from teraplan.planners.polish import polish
-from teraplan.planners.small_step import SmallStep
+from teraplan.planners.small_step import SmallStep, StepTimes
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.tiers import Spread, assign
 from teraplan.planners.victims import (
@@ -96,6 +97,8 @@ _MANY = 1000
 """Idle periods from which on the step is planned coarsely."""
 _FEW = 60
 """Idle periods up to which plans are changed one migration at a time."""
+_NEARLY = 0.05
+"""How much longer the step of a draft may be than the best for its budget to be searched."""
 _WORK, _LEAST = 110_000, 3
 """Idle periods times attempts of one search, and the least attempts."""
 _ENOUGH = 12
@@ -125,7 +128,7 @@ class _Attempt:
     pace: Pace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Solved:
     """The best plan for one budget."""
 
@@ -158,34 +161,47 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
 def _search_all(problem: Problem) -> tuple[Migration, ...]:
     """The best of this budget and of the rungs below it."""
     simulator = problem.simulator()
-    best = _solve(problem, simulator)
-    few = len(problem.lifetimes) <= NEAR
-    for rung in _rungs(problem) if few else ():
-        lower = replace(problem, limit_bytes=rung)
+    times = StepTimes(simulator)
+    best = _solve(problem, simulator, times)
+    few = len(problem.lifetimes) <= MOST_COVERED
+    drafts: list[tuple[int, Problem]] = []
+    for rung in _rungs(problem):
+        lower = replace(problem, limit_bytes=rung, draft=best is not None and not few)
         if best is not None and bound_ns(lower) >= best.cost[0]:
             break
-        found = _solve(lower, simulator)
-        if found is not None and (best is None or found.cost < best.cost):
-            best = found
+        found = _solve(lower, simulator, times)
+        if found is not None and lower.draft:
+            drafts.append((found.cost[0], lower))
+        best = _better(best, found)
+    nearest_ns, lower = min(drafts, key=lambda draft: draft[0], default=(0, problem))
+    if drafts and best is not None and nearest_ns <= best.cost[0] * (1 + _NEARLY):
+        best = _better(best, _solve(replace(lower, draft=False), simulator, times))
     if best is None:
         raise no_placement(problem)
     return best.migrations
 
 
-def _solve(problem: Problem, simulator: Simulator) -> _Solved | None:
+def _better(one: _Solved | None, other: _Solved | None) -> _Solved | None:
+    there = (solved for solved in (one, other) if solved is not None)
+    return min(there, key=lambda solved: solved.cost, default=None)
+
+
+def _solve(problem: Problem, simulator: Simulator, times: StepTimes) -> _Solved | None:
     """The best for one budget; where the step is small, by all that it can be changed to."""
     attempt = _Search(problem, simulator).run()
-    found, timing = (None, None) if attempt is None else (attempt.migrations, attempt.timing)
-    few = len(problem.lifetimes) <= _FEW
-    if few:
-        found, timing = plan_small_step(problem, simulator, found, bound_ns(problem)), None
-    if found is None:
-        return None
-    found = finished(problem, simulator, found, timing)[0]
-    if few and problem.may_split():
-        found = polish(SmallStep(problem, simulator), found, bound_ns(problem), split=True)
-    cost = simulator.run(found).step_ns, problem.links_ns(found)
-    return _Solved(cost=cost, migrations=found)
+    plans: list[_Plan] = []
+    if attempt is not None:
+        plans.append(finished(problem, simulator, attempt.migrations, attempt.timing)[0])
+    if len(problem.lifetimes) <= _FEW and not (problem.draft and plans):
+        whole = None if attempt is None else attempt.migrations
+        found = plan_small_step(problem, times, whole, bound_ns(problem))
+        if found is not None and found != whole:
+            plans.append(finished(problem, simulator, found)[0])
+        if plans and problem.may_split():
+            best = min(plans, key=times.step_ns)
+            plans.append(polish(SmallStep(problem, times), best, bound_ns(problem), split=True))
+    costs = [(times.step_ns(plan), problem.links_ns(plan)) for plan in plans]
+    return min(map(_Solved, costs, plans), key=lambda s: s.cost, default=None)
 
 
 def _rungs(problem: Problem) -> list[int]:
@@ -197,6 +213,8 @@ def _rungs(problem: Problem) -> list[int]:
     least, most = problem.least.nbytes, peak(problem.device)
     rungs = [least + (most - least) * i // _RUNGS for i in range(_RUNGS)]
     below = [rung for rung in reversed(rungs) if rung < problem.limit_bytes]
+    if problem.draft or len(problem.lifetimes) > NEAR:
+        return []
     return below[:_RUNGS_BESIDE_HOST] if problem.host_work else below
 
 
@@ -231,7 +249,8 @@ class _Search:
         for order in orders:
             for spread in spreads:
                 self._try(self._choose(pressure, order, spread), EAGER, ideal)
-        if self._best is None or self._is_long:
+        rough = self._problem.draft and len(self._problem.lifetimes) > _FEW
+        if self._best is None or self._is_long or rough:
             return self._with_real_times()
         if self._best.cost[0] <= self._bound:
             self._try_baseline()

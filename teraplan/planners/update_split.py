@@ -264,6 +264,7 @@ def left_for_device(problem: Problem, host_updates: Sequence[HostUpdate]) -> Pro
         only_tier=problem.only_tier,
         splits=problem.splits,
         deadline=problem.deadline,
+        draft=problem.draft,
         host_copies=placed.copies,
         host_work=placed.work,
     )

@@ -14,7 +14,7 @@ from teraplan.planners import finishing, make_plan, postpone, small_step, stall_
 from teraplan.planners.base import Problem
 from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
 from teraplan.planners.postpone import postpone_copies_out
-from teraplan.planners.small_step import SmallStep
+from teraplan.planners.small_step import SmallStep, StepTimes
 from teraplan.simulator import Simulator
 from teraplan.step_trace import StepTrace
 from tests.planning.synthetic import FINGERPRINT, budgets, gpt_trace, machine
@@ -105,7 +105,26 @@ def test_what_fits_is_what_keeps_the_budget(
     plan = make_plan(trace, hardware, budgets(between(trace, part / 2)), "lru").migrations
     others = problem.device - managed_curve(trace)
     fits = bool((others + managed_curve(trace, plan) <= problem.limit_bytes).all())
-    assert SmallStep(problem, problem.simulator()).fits(plan) == fits
+    assert SmallStep(problem, StepTimes(problem.simulator())).fits(plan) == fits
+
+
+def test_lower_budgets_are_searched_thoroughly_where_a_draft_is_nearly_as_fast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = gpt_trace(1, micro_batches=2)
+    solved: list[Problem] = []
+    solve = stall_driven._solve
+
+    def counted(problem: Problem, simulator: Simulator, times: StepTimes) -> object:
+        solved.append(problem)
+        return solve(problem, simulator, times)
+
+    monkeypatch.setattr(stall_driven, "_solve", counted)
+    make_plan(trace, machine(3.0, host=6.0), budgets(between(trace, 0.3)))
+    assert [problem.draft for problem in solved] == [False, True, True]
+    solved.clear()
+    make_plan(gpt_trace(2), machine(3.0, host=6.0), budgets(between(gpt_trace(2), 0.5)))
+    assert [problem.draft for problem in solved] == [False, True, False]
 
 
 def test_beside_updates_on_the_host_two_lower_budgets_are_tried(
@@ -116,9 +135,9 @@ def test_beside_updates_on_the_host_two_lower_budgets_are_tried(
     solved: list[Problem] = []
     solve = stall_driven._solve
 
-    def counted(problem: Problem, simulator: Simulator) -> object:
+    def counted(problem: Problem, simulator: Simulator, times: StepTimes) -> object:
         solved.append(problem)
-        return solve(problem, simulator)
+        return solve(problem, simulator, times)
 
     monkeypatch.setattr(stall_driven, "_solve", counted)
     monkeypatch.setattr(small_step, "_SIMULATIONS", 20)

@@ -16,7 +16,7 @@ from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.plan import Plan, Recomputation
 from teraplan.plan_file import read_plan, write_plan
 from teraplan.planners import make_plan
-from teraplan.planners.recompute import _that_fit
+from teraplan.planners.recompute import _that_fit, with_recomputed
 from teraplan.recomputed_step import independent, recomputable, recomputed_step
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
 from teraplan.simulate import predict
@@ -25,7 +25,8 @@ from teraplan.trace_file import write_trace
 from teraplan.units import GIB
 from teraplan.violations import ViolationKind
 from tests.fakes.slow_link import link_of
-from tests.planning.synthetic import gpt_trace
+from tests.planning.synthetic import budgets, gpt_trace
+from tests.planning.synthetic import machine as two_tiers
 from tests.planning.traces import traces
 
 MS = 1_000_000
@@ -154,6 +155,37 @@ def test_what_moving_takes_from_the_computation_counts() -> None:
     assert plan.prediction.step_ns - kept.prediction.step_ns < won_ns
     little = make_plan(trace, fast, half(trace), contention_ns_per_byte=MS / moved_bytes)
     assert little == kept, "computing again takes more"
+
+
+def test_each_part_is_planned_once_and_the_nearest_ones_thoroughly() -> None:
+    trace = with_recipes(2)
+    kept = make_plan(trace, machine(GIB // 2), half(trace), recompute=False)
+    asked: list[tuple[int, bool]] = []
+
+    def plan_step(chosen: tuple[Recomputation, ...], draft: bool) -> Plan:
+        asked.append((len(chosen), draft))
+        step_ns = kept.prediction.step_ns * (10 - len(chosen)) // 10
+        return replace(kept, prediction=replace(kept.prediction, step_ns=step_ns))
+
+    found = with_recomputed(kept, plan_step)
+    most = max(count for count, _ in asked)
+    assert found.prediction.step_ns == kept.prediction.step_ns * (10 - most) // 10
+    assert len(set(asked)) == len(asked) > 3
+    assert [count for count, draft in asked if not draft] == [most]
+
+
+def test_a_small_step_takes_few_simulations(simulated: list[object]) -> None:
+    """Where tensors can be computed again and split, and lower budgets are tried."""
+    trace = gpt_trace(1, micro_batches=2, state_bytes=0)
+    tensors = list(trace.tensors)
+    for number in (NORM, GELU, 10 + NORM, 10 + GELU):
+        recipe = Recompute(duration_ns=MS, sources=(number - 1,), temporary_bytes=1000)
+        tensors[number] = replace(tensors[number], recompute=recipe)
+    trace = replace(trace, tensors=tuple(tensors))
+    least, most = least_budget(trace).nbytes, peak(device_curve(trace))
+    hardware, limit = two_tiers(3.0, host=6.0), budgets(least + (most - least) * 3 // 10)
+    make_plan(trace, hardware, limit)
+    assert 1_000 < len(simulated) < 6_000
 
 
 def test_one_that_is_needed_at_the_very_end_takes_nothing() -> None:

@@ -7,8 +7,10 @@ from teraplan.hardware import Hardware, Link, Tier
 from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.plan import Migration
 from teraplan.planners import make_plan
+from teraplan.planners.small_step import StepTimes
 from teraplan.run_record import Direction
 from teraplan.simulate import simulate
+from teraplan.simulator import Simulator
 from teraplan.step_trace import Site, SiteKind, StepTrace, Tensor, TensorKind
 from tests.planning.synthetic import FINGERPRINT, budgets
 from tests.planning.traces import machines, traces
@@ -70,6 +72,39 @@ def one_byte_per_ns(latency_ns: int = 0, both: float = 1.0) -> Hardware:
 
 def move(tensor: int, leave: int, gone: int, back: int, needed: int, tier: Tier = S) -> Migration:
     return Migration(tensor_id=tensor, leave=leave, gone=gone, back=back, needed=needed, tier=tier)
+
+
+def test_a_simulation_stops_where_the_step_is_sure_to_take_too_long() -> None:
+    trace = step(5, (300, ((0, 0), (4, 5)), False))
+    simulator, plan = Simulator(trace, one_byte_per_ns()), (move(0, 0, 1, 3, 4),)
+    # the copy out is waited for from 100 to 300, the one back from 600 to 800
+    assert simulator.step_ns(plan) == simulator.run(plan).step_ns == 900
+    assert simulator.step_ns(plan, 901) == 900
+    assert simulator.step_ns(plan, 650) == 700
+
+
+def test_each_plan_is_simulated_once(simulated: list[object]) -> None:
+    trace = step(5, (300, ((0, 0), (4, 5)), False))
+    times, plan = StepTimes(Simulator(trace, one_byte_per_ns())), (move(0, 0, 1, 3, 4),)
+    assert [times.step_ns(plan, below) for below in (650, 600, 700)] == [700, 700, 700]
+    assert len(simulated) == 1
+    assert [times.step_ns(plan), times.step_ns(plan, 650), times.step_ns(plan)] == [900, 900, 900]
+    assert len(simulated) == 2
+
+
+@settings(max_examples=10, deadline=None)
+@given(trace=traces(), hardware=machines(), part=st.floats(0, 1), below=st.floats(0.5, 1.5))
+def test_one_that_stops_tells_the_same(
+    trace: StepTrace, hardware: Hardware, part: float, below: float
+) -> None:
+    least, most = least_budget(trace).nbytes, peak(device_curve(trace))
+    limit = budgets(least + int((most - least) * part))
+    plan = make_plan(trace, hardware, limit, "belady").migrations
+    simulator = Simulator(trace, hardware)
+    exact = simulator.run(plan).step_ns
+    below_ns = int(exact * below)
+    said = simulator.step_ns(plan, below_ns)
+    assert said == exact if exact < below_ns else below_ns <= said <= exact
 
 
 def test_without_migrations_nothing_waits() -> None:
