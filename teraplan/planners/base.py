@@ -133,6 +133,10 @@ class Problem:
         largest = int(self.lifetimes.nbytes.max(initial=0))
         return self.splits and len(self.links) > 1 and largest >= 2 * LEAST_PART_BYTES
 
+    def may_be_split(self, tensor_id: int) -> bool:
+        """Whether this tensor may be: no rule names its tier, and the host has no copy anyway."""
+        return tensor_id not in self.only_tier and tensor_id not in self.host_copies
+
     def cut(self, tensor_id: int, host_bytes: int) -> int:
         """The most bytes, up to `host_bytes`, of which a tensor can have its first in host memory.
 

@@ -21,8 +21,8 @@ which plans are made, two of them. So in a step of up to 10 a budget at or above
 never slower than the eighth itself; in larger ones these plans are drafts, of which the fastest is
 searched thoroughly if it is nearly as fast as the best. In steps of up to 500 the plans of all
 published policies are attempts too, one of up to 10 is searched from nothing moved (`covers`), and
-the best plan of one of up to 60 is polished (`polish`). Tensors are split between tiers in
-the best plan alone (`tier_split`). A step of more than 1,000 is planned on a coarse copy
+the best plan of one of up to 60 is polished (`polish`, `shares`). Tensors are split between
+tiers in the best plan alone (`tier_split`). A step of more than 1,000 is planned on a coarse copy
 (`coarse`), which is compared with simple policies on the step itself up to 20,000. What has more
 than 20,000 even as a coarse copy is planned in three attempts: each takes a second or two there.
 """
@@ -60,6 +60,7 @@ from teraplan.planners.placement import (
     with_reasons,
 )
 from teraplan.planners.polish import polish
+from teraplan.planners.shares import divide
 from teraplan.planners.small_step import SmallStep, StepTimes
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.tiers import Spread, assign
@@ -199,7 +200,8 @@ def _solve(problem: Problem, simulator: Simulator, times: StepTimes) -> _Solved 
             plans.append(finished(problem, simulator, found)[0])
         if plans and problem.may_split():
             best = min(plans, key=times.step_ns)
-            plans.append(polish(SmallStep(problem, times), best, bound_ns(problem), split=True))
+            best = polish(SmallStep(problem, times), best, bound_ns(problem), split=True)
+            plans.append(divide(SmallStep(problem, times), best, bound_ns(problem)))
     costs = [(times.step_ns(plan), problem.links_ns(plan)) for plan in plans]
     return min(map(_Solved, costs, plans), key=lambda s: s.cost, default=None)
 

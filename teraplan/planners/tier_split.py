@@ -169,7 +169,7 @@ class _Splitter:
             changed = list(migrations)
             for indices, host_bytes in wanted[:count]:
                 for index in indices:
-                    changed[index] = _with_share(self._problem, changed[index], host_bytes)
+                    changed[index] = with_share(self._problem, changed[index], host_bytes)
             found = self._simulated(tuple(changed))
             if found is not None and found[1].step_ns < timing.step_ns:
                 return found
@@ -210,14 +210,14 @@ def _taken(problem: Problem, migrations: Plan, tier: Tier) -> Curve:
     return tier_curve(problem.trace, migrations, tier, problem.spare_sites)
 
 
-def _with_share(problem: Problem, m: Migration, host_bytes: int) -> Migration:
+def with_share(problem: Problem, m: Migration, host_bytes: int) -> Migration:
     """The migration with so many of its bytes in host memory."""
     if host_bytes == problem.trace.tensors[m.tensor_id].nbytes:
         return replace(m, tier=Tier.HOST, host_bytes=0)
     return replace(m, tier=Tier.STORAGE, host_bytes=host_bytes)
 
 
-def _share_of(problem: Problem, m: Migration) -> int:
+def share_of(problem: Problem, m: Migration) -> int:
     """How many of its bytes a migration has in host memory."""
     return dict(m.parts(problem.trace.tensors[m.tensor_id].nbytes)).get(Tier.HOST, 0)
 
@@ -276,7 +276,7 @@ class _Proposals:
             tier: Room(size - _taken(problem, migrations, tier))
             for tier, size in problem.tier_bytes.items()
         }
-        self._together = _together(migrations)
+        self._together = together(migrations)
         self._treated: set[int] = set()
         self._made: list[tuple[tuple[int, ...], int]] = []
 
@@ -323,7 +323,7 @@ class _Proposals:
         wanted = pair.moved_bytes(idle.within(begin_ns, end_ns), wait_ns)
         room = min(self._room(other, to) for other in self._together[index])
         moved = int(min(wanted, room, transfer.nbytes))
-        share = _share_of(self._problem, m)
+        share = share_of(self._problem, m)
         host_bytes = share + moved if to is Tier.HOST else share - moved
         host_bytes = self._problem.cut(m.tensor_id, host_bytes)
         moved = abs(host_bytes - share)
@@ -341,9 +341,8 @@ class _Proposals:
         if index >= len(self._migrations) or index in self._treated:
             return False
         m = self._migrations[index]
-        ruled = m.tensor_id in self._problem.only_tier or m.tensor_id in self._problem.host_copies
-        shares = {_share_of(self._problem, self._migrations[i]) for i in self._together[index]}
-        return not ruled and len(shares) == 1
+        shares = {share_of(self._problem, self._migrations[i]) for i in self._together[index]}
+        return self._problem.may_be_split(m.tensor_id) and len(shares) == 1
 
     def _asked_ns(self, m: Migration, transfer: Transfer) -> int:
         """When the copy was queued; 0 if that was in the step before."""
@@ -372,7 +371,7 @@ def _row(queue: Sequence[Transfer], place: int) -> Iterator[Transfer]:
             return
 
 
-def _together(migrations: Plan) -> list[tuple[int, ...]]:
+def together(migrations: Plan) -> list[tuple[int, ...]]:
     """For each migration those of which one relies on what another has written, itself included."""
     of_tensor: dict[int, list[int]] = defaultdict(list)
     for index, m in enumerate(migrations):

@@ -253,6 +253,37 @@ def test_the_host_pool_is_used_to_the_last_block() -> None:
     assert plan.prediction.host_peak_bytes == 20 * MIB
 
 
+def test_host_memory_is_divided_between_tensors_that_are_away_at_once() -> None:
+    """With all of it for the first one, the step takes 120.8 ms."""
+    first, second = ((1, 1), (4, 5)), ((3, 3), (6, 7))
+    trace = step(
+        9, (196 * MIB, first, False), (170 * MIB, ((0, 2),), False), (96 * MIB, second, False)
+    )
+    ms = (1.352, 4.389, 9.840, 5.358, 6.946, 9.031, 4.455, 1.478, 7.125)
+    sites = (
+        replace(site, duration_ns=int(t * 1e6)) for site, t in zip(trace.sites, ms, strict=True)
+    )
+    trace = replace(trace, sites=tuple(sites))
+    host = Link(
+        out_bytes_per_s=8_645_400_746,
+        back_bytes_per_s=6_189_240_942,
+        out_while_back_bytes_per_s=6_051_780_522,
+        back_while_out_bytes_per_s=4_332_468_659,
+        latency_ns=10_000,
+    )
+    storage = Link(
+        out_bytes_per_s=3_943_009_500,
+        back_bytes_per_s=5_573_374_949,
+        out_while_back_bytes_per_s=2_760_106_650,
+        back_while_out_bytes_per_s=5_016_037_454,
+        latency_ns=1_000_000,
+    )
+    hardware = replace(machine(), host_link=host, storage_link=storage)
+    plan = make_plan(trace, hardware, budgets(230 * MIB + 1000, host_bytes=85 * MIB))
+    assert len(splits(plan)) == 2
+    assert plan.prediction.step_ns < 114_000_000
+
+
 def test_a_tensor_that_fits_nowhere_as_a_whole_is_split() -> None:
     trace, limit_bytes = in_the_way(64_000_000)
     limit = budgets(limit_bytes, host_bytes=40_000_000, storage_bytes=30_000_000)
