@@ -29,7 +29,7 @@ from teraplan.planners.polish import polish
 from teraplan.planners.small_step import Plan, SmallStep, StepTimes
 from teraplan.simulator import LONGEST_NS
 
-MOST_COVERED = 10
+_MOST_PERIODS = 10
 """Idle periods up to which the search mostly ends before its simulations are used up."""
 
 _State = tuple[Migration | None, ...]
@@ -48,7 +48,7 @@ def plan_small_step(
         enough_ns: a lower bound on the step.
     """
     found_ns = None if found is None else times.step_ns(found)
-    few = len(problem.lifetimes) <= MOST_COVERED
+    few = len(problem.lifetimes) <= _MOST_PERIODS
     if found_ns is None or (few and found_ns > enough_ns):
         found = best_cover(SmallStep(problem, times), found_ns) or found
     if found is None:

@@ -16,15 +16,15 @@ nobody simulates: each byte of them, and each copy. The same input always gives 
 
 To make more memory never slower, plans for smaller budgets are tried too in steps of up to 500 idle
 periods: those at the eighths of the way from the least budget to the unlimited peak that lie below
-the budget, if the bound does not rule them out; beside updates on the host, for several numbers of
-which plans are made, two of them. So in a step of up to 10 a budget at or above such an eighth is
-never slower than the eighth itself; in larger ones these plans are drafts, of which the fastest is
-searched thoroughly if it is nearly as fast as the best. In steps of up to 500 the plans of all
-published policies are attempts too, one of up to 10 is searched from nothing moved (`covers`), and
-the best plan of one of up to 60 is polished (`polish`, `shares`). Tensors are split between
-tiers in the best plan alone (`tier_split`). A step of more than 1,000 is planned on a coarse copy
-(`coarse`), which is compared with simple policies on the step itself up to 20,000. What has more
-than 20,000 even as a coarse copy is planned in three attempts: each takes a second or two there.
+the budget, if the bound does not rule them out. So a budget at or above such an eighth is never
+slower than the eighth itself; beside updates on the host, for several numbers of which plans are
+made, two of them are tried. In such steps the plans of all published policies are attempts too, a
+step of up to 10 is searched from nothing moved (`covers`), and the best plan of one of up to 60 is
+polished (`polish`, `shares`). Tensors are split between tiers in the best plan alone
+(`tier_split`). A step of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is
+compared with simple policies on the step itself. What has more than 20,000 even as a coarse copy is
+planned in three attempts: each takes a second or two there. A draft has none of what is below its
+own budget, and is polished only where there is no plan otherwise.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from teraplan.plan import Migration
 from teraplan.planners.base import Planner, Problem, no_placement
 from teraplan.planners.baselines import SIMPLE, plan_or_none
 from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
-from teraplan.planners.covers import MOST_COVERED, plan_small_step
+from teraplan.planners.covers import plan_small_step
 from teraplan.planners.finishing import (
     NEAR,
     PLENTY,
@@ -98,8 +98,6 @@ _MANY = 1000
 """Idle periods from which on the step is planned coarsely."""
 _FEW = 60
 """Idle periods up to which plans are changed one migration at a time."""
-_NEARLY = 0.05
-"""How much longer the step of a draft may be than the best for its budget to be searched."""
 _WORK, _LEAST = 110_000, 3
 """Idle periods times attempts of one search, and the least attempts."""
 _ENOUGH = 12
@@ -164,19 +162,11 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
     simulator = problem.simulator()
     times = StepTimes(simulator)
     best = _solve(problem, simulator, times)
-    few = len(problem.lifetimes) <= MOST_COVERED
-    drafts: list[tuple[int, Problem]] = []
     for rung in _rungs(problem):
-        lower = replace(problem, limit_bytes=rung, draft=best is not None and not few)
+        lower = replace(problem, limit_bytes=rung)
         if best is not None and bound_ns(lower) >= best.cost[0]:
             break
-        found = _solve(lower, simulator, times)
-        if found is not None and lower.draft:
-            drafts.append((found.cost[0], lower))
-        best = _better(best, found)
-    nearest_ns, lower = min(drafts, key=lambda draft: draft[0], default=(0, problem))
-    if drafts and best is not None and nearest_ns <= best.cost[0] * (1 + _NEARLY):
-        best = _better(best, _solve(replace(lower, draft=False), simulator, times))
+        best = _better(best, _solve(lower, simulator, times))
     if best is None:
         raise no_placement(problem)
     return best.migrations

@@ -108,25 +108,6 @@ def test_what_fits_is_what_keeps_the_budget(
     assert SmallStep(problem, StepTimes(problem.simulator())).fits(plan) == fits
 
 
-def test_lower_budgets_are_searched_thoroughly_where_a_draft_is_nearly_as_fast(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trace = gpt_trace(1, micro_batches=2)
-    solved: list[Problem] = []
-    solve = stall_driven._solve
-
-    def counted(problem: Problem, simulator: Simulator, times: StepTimes) -> object:
-        solved.append(problem)
-        return solve(problem, simulator, times)
-
-    monkeypatch.setattr(stall_driven, "_solve", counted)
-    make_plan(trace, machine(3.0, host=6.0), budgets(between(trace, 0.3)))
-    assert [problem.draft for problem in solved] == [False, True, True]
-    solved.clear()
-    make_plan(gpt_trace(2), machine(3.0, host=6.0), budgets(between(gpt_trace(2), 0.5)))
-    assert [problem.draft for problem in solved] == [False, True, False]
-
-
 def test_beside_updates_on_the_host_two_lower_budgets_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -5,20 +5,18 @@ import pickle
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from teraplan.bound import step_bound_ns
 from teraplan.check_plan import check_plan
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.hardware import Hardware, Tier
-from teraplan.lifetimes import Lifetimes
 from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.plan import Migration, Plan
 from teraplan.planners import POLICIES, make_plan
 from teraplan.planners.base import Problem
 from teraplan.planners.baselines import on_demand
-from teraplan.planners.covers import MOST_COVERED
 from teraplan.planners.polish import polish
 from teraplan.planners.small_step import SmallStep, StepTimes
 from teraplan.planners.victims import first_saved
@@ -90,11 +88,10 @@ def test_bound_holds_where_host_memory_is_short(
 
 @pytest.mark.slow
 @quick
-@given(trace=traces(max_tensors=2), hardware=machines(), rung=st.integers(0, 6))
-def test_an_eighth_more_memory_is_never_slower_in_steps_of_few_idle_periods(
+@given(trace=traces(), hardware=machines(), rung=st.integers(0, 6))
+def test_an_eighth_more_memory_is_never_slower(
     trace: StepTrace, hardware: Hardware, rung: int
 ) -> None:
-    assume(len(Lifetimes.of(trace)) <= MOST_COVERED)
     least, most = least_budget(trace).nbytes, peak(device_curve(trace))
     small, large = (least + (most - least) * i // 8 for i in (rung, rung + 1))
     slow = make_plan(trace, hardware, budgets(small)).prediction.step_ns

@@ -185,7 +185,7 @@ def test_a_small_step_takes_few_simulations(simulated: list[object]) -> None:
     least, most = least_budget(trace).nbytes, peak(device_curve(trace))
     hardware, limit = two_tiers(3.0, host=6.0), budgets(least + (most - least) * 3 // 10)
     make_plan(trace, hardware, limit)
-    assert 1_000 < len(simulated) < 6_000
+    assert 1_000 < len(simulated) < 12_000
 
 
 def test_one_that_is_needed_at_the_very_end_takes_nothing() -> None:
