@@ -36,8 +36,9 @@ _COMPARED_EVERY = 48
 """Steps, later: a disk may become slow, or another program may end."""
 _CHANGED = 1.25
 """Times what steps under the same plan took before, or that part of it."""
-_SLOWER = 1.03
-"""Times the fastest plan so far: a plan that takes longer is not followed any more."""
+_SLOWER, _SURE_AFTER = 1.03, 6
+"""Times the fastest plan so far: a plan that takes longer is not followed any more. By then it has
+been followed for so many steps: what the machine does beside them may make three of them slow."""
 _MAX_CALIBRATIONS = 4
 """On a machine whose speed varies, predictions would follow for ever. Afterwards they follow where
 steps are faster than predicted: what made them slower before has passed."""
@@ -82,6 +83,8 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     plan = case.schedule.plan
     if is_late and _has_changed(case, plan):
         case.forget_speed()
+    if _is_slower(case, plan) and case.num_runs < _SURE_AFTER:
+        return _NOTHING
     better = _best_so_far(case, plan)
     less = _hold_back_less(case, budget_bytes - peak_bytes, budget_bytes)
     found = case.calibrate(may_slow_down=case.calibrations < _MAX_CALIBRATIONS)
@@ -115,15 +118,19 @@ def _best_so_far(case: Case, plan: Plan) -> Plan | None:
     took_ns, best = typical_ns(case.runs), case.best
     if best is None or took_ns < best.took_ns:
         case.best = MeasuredPlan(plan=plan, took_ns=took_ns)
-    elif (
-        not case.settled
-        and took_ns > best.took_ns * _SLOWER
-        and _done_in(plan) != _done_in(best.plan)
-    ):
+    elif _is_slower(case, plan):
         case.settled = True
         log.info("back to the plan with which a step took %s", format_ns(best.took_ns))
         return best.plan
     return None
+
+
+def _is_slower(case: Case, plan: Plan) -> bool:
+    """True if `plan`, in force, takes longer than another one did, and none is settled on yet."""
+    best = case.best
+    if best is None or case.settled or _done_in(plan) == _done_in(best.plan):
+        return False
+    return typical_ns(case.runs) > best.took_ns * _SLOWER
 
 
 def _done_in(plan: Plan) -> tuple[object, ...]:

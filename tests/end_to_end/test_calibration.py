@@ -119,7 +119,10 @@ def test_a_plan_that_turns_out_slower_is_given_up_for_the_one_before() -> None:
         assert case.best is not None
         slower = dataclasses.replace(first, migrations=first.migrations[1:])
         session._follow(case, slower)
-        case.runs, case.num_runs = [_with_duration(case.runs[-1], int(1.1 * first_ns))] * 6, 6
+        slow = _with_duration(case.runs[-1], int(1.1 * first_ns))
+        case.runs, case.num_runs = [slow] * 3, 3
+        assert _lesson(session).plan is None, "three steps are not enough to tell"
+        case.runs, case.num_runs = [slow] * 6, 6
         back = _lesson(session).plan
         assert back is not None
         assert back.migrations == first.migrations
