@@ -37,8 +37,7 @@ def _own_views(product: fx.Node, run: Sequence[fx.Node]) -> list[fx.Node] | None
 
     None, too, if its result depends on when it is computed.
     """
-    random = torch.Tag.nondeterministic_seeded in getattr(product.target, "tags", ())
-    if product.op != "call_function" or product.is_impure() or random:
+    if product.op != "call_function" or product.is_impure() or _is_random(product):
         return None
     views: list[fx.Node] = []
     needed = set(product.all_input_nodes)
@@ -88,8 +87,12 @@ def advance_late(graph: fx.Graph, num_outputs: int) -> None:
 
 def _may_advance(node: fx.Node, runs: FusedRuns) -> bool:
     """True for a view and for arithmetic that gives the same wherever it is."""
-    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return is_view(node) or (runs.is_fused(node) and not random)
+    return is_view(node) or (runs.is_fused(node) and not _is_random(node))
+
+
+def _is_random(node: fx.Node) -> bool:
+    """True if its result depends on when it is computed."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

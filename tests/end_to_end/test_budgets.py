@@ -199,3 +199,39 @@ def test_percent_of_the_peak_let_no_state_move() -> None:
         run(training_gpt(4), device_budget="30%")
     assert not moves()
     assert 'training_state="moves"' in caught.value.__notes__[0]
+
+
+class Table(torch.nn.Module):
+    """One large parameter."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(num_rows, 128)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return torch.tanh(self.rows(indices)).square().mean()
+
+
+def test_what_sgd_makes_on_the_way_is_not_taken_to_be_as_much_as_of_adamw() -> None:
+    """One large parameter, its gradient and its momentum are there at once, and no more of them."""
+    table_bytes = 4 * MIB
+    moved: list[bool] = []
+
+    def program(this: Run) -> None:
+        torch.manual_seed(0)
+        net = Table(table_bytes // 512)
+        model = this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in range(5):
+            random = torch.Generator().manual_seed(step)
+            loss = model(torch.randint(table_bytes // 512, (64,), generator=random))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            moved.append(moves())
+            optimizer.zero_grad()
+
+    reference = run(program, device_budget=UNLIMITED)
+    limited = within(program, 3 * table_bytes + 2 * MIB)
+    assert not any(moved)
+    assert_same(reference, limited)

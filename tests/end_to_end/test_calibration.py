@@ -138,6 +138,20 @@ def test_a_plan_that_turns_out_slower_is_given_up_for_the_one_before() -> None:
     _after_training(check)
 
 
+def test_a_replayed_plan_that_takes_too_much_is_told_of_once_and_kept() -> None:
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        assert case.schedule is not None
+        session.plans.replayed, case.corrections = case.schedule.plan, 0
+        assert not _lesson(session).fallback
+        told = _lesson(session, beyond_bytes=64 << 20)
+        assert "that the replayed plan was made for" in told.fallback
+        assert told.plan is None
+        assert not _lesson(session, beyond_bytes=64 << 20).fallback, "not at every step"
+
+    _after_training(check)
+
+
 def test_another_prediction_of_the_plan_in_force_is_no_new_start() -> None:
     """Its runs go on counting, so that it is looked at ever more rarely."""
 
