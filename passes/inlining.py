@@ -4,8 +4,8 @@
                     inlined          heavy, read twice    computes `square` from `y` again
 
 By Inductor's rules, as of torch 2.13: a pointwise result stays a formula until something other than
-a fused kernel reads it. Read more than once it gets memory if the formula is long, reads much, or,
-on a CPU, has a function in it that is slow to compute.
+a fused kernel reads it, or the formula is long or reads much. Read more than once it may read less,
+and it gets memory, too, if on a CPU it has a function in it that is slow to compute.
 """
 
 from collections.abc import Mapping
@@ -13,17 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 
 from teraplan import ops
 from teraplan.passes.aliases import base_of, is_view, uses_of
 from teraplan.passes.fused_runs import FusedRuns
-
-_MOST_OPERATIONS = 30
-"""`realize_opcount_threshold` of torch._inductor.config."""
-_MOST_READS = 8
-"""`realize_acc_reads_threshold`: of what has one reader."""
-_MOST_READS_REUSED = 4
-"""`realize_reads_threshold`: of what has several."""
 
 _aten = torch.ops.aten
 _LOGARITHMS = (_aten.log, _aten.log1p, _aten.log2, _aten.log10)
@@ -42,6 +36,17 @@ class _Formula:
     """What is in memory."""
     num_operations: int
     is_slow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Most:
+    """What a formula may have before it gets memory; Inductor's settings for one sort of device."""
+
+    operations: int
+    reads: int
+    """Of a formula with one reader."""
+    reads_reused: int
+    """Of one with several."""
 
 
 def inlined_nodes(graph: fx.Graph, runs: FusedRuns) -> frozenset[fx.Node]:
@@ -79,18 +84,40 @@ def _formula(node: fx.Node, formulas: dict[fx.Node, _Formula]) -> _Formula:
 
 
 def _is_slow(node: fx.Node) -> bool:
+    return _on_cpu(node) and getattr(node.target, "overloadpacket", None) in _SLOW_ON_CPU
+
+
+def _on_cpu(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    on_cpu = isinstance(value, torch.Tensor) and value.device.type == "cpu"
-    return on_cpu and getattr(node.target, "overloadpacket", None) in _SLOW_ON_CPU
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def _most(*, on_cpu: bool) -> _Most:
+    return _Most(
+        operations=_setting("realize_opcount_threshold", on_cpu=on_cpu),
+        reads=_setting("realize_acc_reads_threshold", on_cpu=on_cpu),
+        reads_reused=inductor_config.realize_reads_threshold,
+    )
+
+
+def _setting(name: str, *, on_cpu: bool) -> int:
+    """Since torch 2.13 None stands for one of two, of which that for CPUs is larger."""
+    value: int | None = getattr(inductor_config, name)
+    if value is not None:
+        return value
+    of_device = name.replace("realize", "realize_cpu") if on_cpu else f"_{name}_default"
+    found: int = getattr(inductor_config, of_device)
+    return found
 
 
 def _stays_formula(node: fx.Node, formula: _Formula, runs: FusedRuns) -> bool:
-    if not _read_by_kernels_alone(node, runs) or len(formula.reads) > _MOST_READS:
+    most, num_reads = _most(on_cpu=_on_cpu(node)), len(formula.reads)
+    is_long = formula.num_operations > most.operations
+    if not _read_by_kernels_alone(node, runs) or num_reads > most.reads:
         return False
     if len(node.users) == 1:
-        return True
-    short = formula.num_operations <= _MOST_OPERATIONS
-    return short and len(formula.reads) <= _MOST_READS_REUSED and not formula.is_slow
+        return not is_long or num_reads < 2
+    return not is_long and num_reads <= most.reads_reused and not formula.is_slow
 
 
 def _read_by_kernels_alone(node: fx.Node, runs: FusedRuns) -> bool:

@@ -249,7 +249,12 @@ class Case:
         return True
 
     def trace(
-        self, *, torch_version: str, kernels: str, slowdown: float | None = None
+        self,
+        *,
+        torch_version: str,
+        kernels: str,
+        chunk_bytes: int,
+        slowdown: float | None = None,
     ) -> StepTrace:
         """The measured step: memory of the one step, times of the fastest of the others.
 
@@ -266,6 +271,7 @@ class Case:
             workspaces_bytes=self.memory.workspaces_bytes,
             torch_version=torch_version,
             kernels=kernels,
+            chunk_bytes=chunk_bytes,
             recomputes={n: it for n, it in self.recomputes.items() if it is not None},
         )
         return with_durations(measured, self.calibration.slowdown if slowdown is None else slowdown)

@@ -41,11 +41,17 @@ class PlanMaker:
     """
 
     def __init__(
-        self, config: Config, device: Device, reports: ReportFiles, replayed: Plan | None = None
+        self,
+        config: Config,
+        device: Device,
+        reports: ReportFiles,
+        chunk_bytes: Callable[[], int],
+        replayed: Plan | None = None,
     ) -> None:
         self._config = config
         self._device = device
         self._reports = reports
+        self._chunk_bytes = chunk_bytes
         self._machine: Hardware | None = None
         self.replayed = replayed
         planner_named(config.policy)  # an unknown one is told at once, not after measuring
@@ -236,8 +242,12 @@ class PlanMaker:
         return least + _SAVED_AT_HAND * largest, int(device_curve(trace).max())
 
     def _trace(self, case: Case, slowdown: float | None = None) -> StepTrace:
-        versions = {"torch_version": torch.__version__, "kernels": self._config.kernels}
-        return case.trace(**versions, slowdown=slowdown)
+        return case.trace(
+            torch_version=torch.__version__,
+            kernels=self._config.kernels,
+            chunk_bytes=self._chunk_bytes(),
+            slowdown=slowdown,
+        )
 
     def _require_feasible(self, case: Case) -> None:
         trace = self._trace(case)

@@ -227,6 +227,7 @@ class StepRecorder:
         workspaces_bytes: tuple[int, ...],
         torch_version: str,
         kernels: str,
+        chunk_bytes: int,
         recomputes: Mapping[int, Recompute],
     ) -> StepTrace:
         """This step's sites and tensors with the given measurements."""
@@ -249,6 +250,7 @@ class StepRecorder:
                 torch_version=torch_version,
                 kernels=kernels,
                 device=self._device.name,
+                chunk_bytes=chunk_bytes,
             ),
             state_bytes=state_bytes,
             sites=tuple(

@@ -42,6 +42,12 @@ def replayed_plan(config: Config) -> Plan | None:
             "plan; plans can be made and simulated so, but are not replayed. Plan again for a "
             "machine without host_cores; here the option host_updates has updates run on the host"
         )
+    chunk_bytes = plan.trace.fingerprint.chunk_bytes or 0
+    if chunk_bytes > plan.budgets.device_bytes:
+        raise InvalidPlanError(
+            f"{config.plan}: chunk_bytes is {format_nbytes(chunk_bytes)}, more than the device "
+            f"budget of {format_nbytes(plan.budgets.device_bytes)}"
+        )
     prediction = plan.prediction
     peaks = (
         ("device_budget", config.device_budget, prediction.device_peak_bytes),
@@ -53,10 +59,7 @@ def replayed_plan(config: Config) -> Plan | None:
 
 
 def configured_for(plan: Plan, config: Config) -> Config:
-    """`config` with what the plan takes for granted: whether the training state moves, and where.
-
-    How much memory that has decides which small tensors move together.
-    """
+    """`config` with what the plan takes for granted: whether training state moves, and where."""
     if config.host_budget is None:
         config = dataclasses.replace(config, host_budget=Budget(nbytes=plan.budgets.host_bytes))
     if all(tensor.kind is TensorKind.ACTIVATION for tensor in plan.trace.tensors):

@@ -85,7 +85,8 @@ class Session:
         self.config = config
         self.device = device
         self.engine = Engine(device)
-        self.keeper = StateKeeper(config, device, models)
+        chunk_bytes = replayed.trace.fingerprint.chunk_bytes if replayed is not None else None
+        self.keeper = StateKeeper(config, device, models, chunk_bytes)
         self.host_updates = HostUpdates(config, device, self.keeper)
         self._shares = BudgetShares(config, device, self.keeper, self.host_updates)
         self.tables: dict[str, GraphTable] = {}
@@ -107,7 +108,9 @@ class Session:
         """Of the last whole step."""
         self._num_stores = len(device.stores())
         self.reports = ReportFiles(config.report, strict=config.strict)
-        self.plans = PlanMaker(config, device, self.reports, replayed)
+        self.plans = PlanMaker(
+            config, device, self.reports, lambda: self.keeper.chunk_bytes, replayed
+        )
         self._hook = watch_optimizers(self)
         self._finalizer = weakref.finalize(
             self, _close, device, self._hook, self.keeper, self.host_updates

@@ -30,8 +30,9 @@ SCHEMA = "teraplan.plan"
 #   updates were on the device, and nothing was computed again.
 # 4 (2026-11): `host_bytes` of migrations; before, each tensor went to one tier as a whole.
 # 5 (2026-11): `hardware.staging_bytes`; before, none was counted.
-SCHEMA_VERSION = 5
-READABLE_VERSIONS = (1, 2, 3, 4, 5)
+# 6 (2026-11): version 4 of traces.
+SCHEMA_VERSION = 6
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
 
 PLAN_FIELDS = (
     "policy",
@@ -115,7 +116,7 @@ def require_same_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
     planned = plan.trace.fingerprint
     for field in fields(Fingerprint):
         wanted, found = getattr(planned, field.name), getattr(fingerprint, field.name)
-        if wanted != found:
+        if wanted != found and wanted is not None:
             raise PlanMismatchError(
                 f"the plan is for another program: {field.name} is {_short(wanted)} in the plan "
                 f"and {_short(found)} here; plan again (teraplan measures and plans by itself "

@@ -145,6 +145,9 @@ class Fingerprint:
     kernels: str
     device: str
     """Name of the device, e.g. "cpu" or "NVIDIA H200"."""
+    chunk_bytes: int | None = 0
+    """Of the blocks that small tensors of the training state share: 0 if none do, None if not
+    known. It depends on the machine and its free memory; a replay takes it from the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """StepTrace <-> JSON.
 
-    {"schema": "teraplan.trace", "schema_version": 3, "trace": {
+    {"schema": "teraplan.trace", "schema_version": 4, "trace": {
         "fingerprint": {...}, "state_bytes": n,
         "graph_names": ["g0", ...],
         "sites": {"kind": "esnd...", "backward": "fffb...",     one letter per site
@@ -41,8 +41,9 @@ MAX_STEP_BYTES = 1 << 60
 # 1 (2026-11): first version.
 # 2 (2026-11): tensors have `changed_in`; in version 1 it is not known.
 # 3 (2026-11): `updates`, and tensors have `recompute`; older versions have none.
-SCHEMA_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+# 4 (2026-11): the fingerprint has `chunk_bytes`; in older versions it is not known.
+SCHEMA_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 _LETTERS = {SiteKind.ENTER: "e", SiteKind.SAVE: "s", SiteKind.NEED: "n", SiteKind.DONE: "d"}
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
@@ -70,7 +71,7 @@ _TENSOR_FIELDS = (
 _UPDATE_SITES = ("start", "end", "ready")
 _UPDATE_TENSORS = ("parameters", "gradients", "states")
 _RECOMPUTE_FIELDS = ("duration_ns", "sources", "temporary_bytes")
-_FINGERPRINT_FIELDS = ("graphs", "shapes", "torch_version", "kernels", "device")
+_FINGERPRINT_FIELDS = ("graphs", "shapes", "torch_version", "kernels", "device", "chunk_bytes")
 
 
 def write_trace(trace: StepTrace, path: Path) -> None:
@@ -161,6 +162,7 @@ def _encode_fingerprint(fingerprint: Fingerprint) -> dict[str, object]:
         "torch_version": fingerprint.torch_version,
         "kernels": fingerprint.kernels,
         "device": fingerprint.device,
+        "chunk_bytes": fingerprint.chunk_bytes,
     }
 
 
@@ -237,12 +239,14 @@ def _decode_update(node: Node, ids: dict[str, int]) -> Update:
 
 def _decode_fingerprint(node: Node) -> Fingerprint:
     node.only(_FINGERPRINT_FIELDS)
+    known = node.has("chunk_bytes") and not node.get("chunk_bytes").is_null()
     return Fingerprint(
         graphs=tuple(item.text() for item in node.get("graphs").items()),
         shapes=node.get("shapes").text(),
         torch_version=node.get("torch_version").text(),
         kernels=node.get("kernels").text(),
         device=node.get("device").text(),
+        chunk_bytes=node.get("chunk_bytes").integer() if known else None,
     )
 
 

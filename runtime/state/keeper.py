@@ -36,11 +36,22 @@ class StateKeeper:
     """The moving training state of one session, if there is any."""
 
     def __init__(
-        self, config: Config, device: Device, models: Callable[[], Iterable[nn.Module]]
+        self,
+        config: Config,
+        device: Device,
+        models: Callable[[], Iterable[nn.Module]],
+        chunk_bytes: int | None = None,
     ) -> None:
+        """A session's keeper, before its first graph.
+
+        Args:
+            config: of the session.
+            device: to train on.
+            models: those that are compiled to run in the session.
+            chunk_bytes: as a plan that is replayed has them; None: as the machine needs them.
+        """
         self._config, self._device = config, device
-        self._models = models
-        """Those that are compiled to run in the session."""
+        self._models, self._planned_chunk_bytes = models, chunk_bytes
         self._decided = False
         self.state: TrainingState | None = None
         self.refusal = ""
@@ -129,6 +140,11 @@ class StateKeeper:
     def update_counts(self) -> tuple[int, int] | None:
         """Parameters updated in the last backward and in the last step; None if only there."""
         return self._at_gradients.counts if self._at_gradients is not None else None
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the blocks that small tensors share; 0 if none do."""
+        return self.state.chunk_bytes if self.state is not None else 0
 
     @property
     def update_bytes(self) -> int:
@@ -268,9 +284,11 @@ class StateKeeper:
                 'with update="gradient" parameters are updated in the step all the same: the host, '
                 f"which has to see what changes them, does not read memory on {device.type.upper()}"
             )
-        chunk_bytes = chunk_nbytes(
-            memory.link(device.hardware()), limit_bytes, transfer_ns=memory.transfer_ns
-        )
+        chunk_bytes = self._planned_chunk_bytes
+        if chunk_bytes is None:
+            chunk_bytes = chunk_nbytes(
+                memory.link(device.hardware()), limit_bytes, transfer_ns=memory.transfer_ns
+            )
         self.state = TrainingState(memory, limit_bytes, chunk_bytes=chunk_bytes)
         self.state.make_room, self.state.spare_pages = device.make_room, device.spare_pages
         device.keeps_beside(memory)

@@ -55,6 +55,8 @@ class TrainingState:
         self._memory = memory
         memory.watch()
         self._chunks = Chunks(self.arena, chunk_bytes)
+        self.chunk_bytes = chunk_bytes
+        """Of blocks that small tensors share; 0: there are none."""
         self.limit_bytes = limit_bytes
         """The most memory that it takes while no plan says anything else."""
         self.sites: Sites | None = None

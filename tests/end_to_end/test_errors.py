@@ -276,6 +276,7 @@ class TestPlanFiles:
             (lambda _: "\x00\xff\x00", FileFormatError, ""),
             (_with_number("gone", 0), InvalidPlanError, ""),
             (_with_number("device_bytes", 1000), InvalidPlanError, ""),
+            (_with_number("chunk_bytes", 1 << 50), InvalidPlanError, "chunk_bytes is 1024.00 TiB"),
             (_with_number("schema_version", 999), FileFormatError, "999"),
         ],
     )

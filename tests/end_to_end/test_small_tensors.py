@@ -2,18 +2,20 @@
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from teraplan.plan_file import read_plan
 from teraplan.runtime.state import keeper
 from teraplan.runtime.state.block import Block
 from teraplan.step_trace import TensorKind
 from teraplan.units import KIB
 from tests.end_to_end import moving, updating_early
 from tests.end_to_end.moving import adamw, check, sgd, training
-from tests.end_to_end.training import MLP
+from tests.end_to_end.training import MLP, assert_same, run
 
 TOGETHER = 2
 """Tensors in a chunk."""
@@ -39,6 +41,22 @@ def test_bits(make: moving.Optimizers, num_states: int, budget: int) -> None:
     assert found[TensorKind.PARAMETER] == -(-moving.DEPTH // TOGETHER)
     assert found[TensorKind.OPTIMIZER_STATE] == num_states * moving.DEPTH // TOGETHER
     assert state.arena.log.traffic.written_bytes > 0
+
+
+def test_a_replayed_plan_says_what_moves_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the link, or the memory that is free, would have other tensors move together."""
+    budget = moving.budget_beside_others(moving.BUDGET)
+    first = run(training(adamw), device_budget=budget, training_state="moves", report=str(tmp_path))
+    planned = read_plan(tmp_path / "plan.json")
+    monkeypatch.setattr(keeper, "chunk_nbytes", lambda *_, **__: 0)
+    torch._dynamo.reset()
+    replayed = run(training(adamw), plan=str(tmp_path / "plan.json"))
+    assert_same(first, replayed)
+    assert replayed.statuses[-1].diverged_steps == 0
+    assert replayed.statuses[-1].predicted_step_ns == planned.prediction.step_ns
+    assert blocks_by_kind()[TensorKind.PARAMETER] == -(-moving.DEPTH // TOGETHER)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -1,7 +1,9 @@
 """Bytes of intermediates alive at once, counted by hand."""
 
+import pytest
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -96,6 +98,27 @@ def test_arithmetic_that_each_kernel_does_anew_is_not_in_memory() -> None:
     assert memory_of(_traced(slow, *shapes), fused=True, saved={}).least_bytes == 3 * KIB
     assert _inlined(short, *shapes) == {"mul"}
     assert _inlined(slow, *shapes) == set(), "a CPU takes long for a tanh"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "inlined"),
+    [
+        ("realize_reads_threshold", 4, {"add", "sub"}),
+        ("realize_opcount_threshold", 0, set[str]()),
+        ("realize_acc_reads_threshold", 1, set[str]()),
+        ("realize_reads_threshold", 1, {"add"}),
+    ],
+)
+def test_how_much_a_formula_may_have_is_a_setting_of_inductor(
+    setting: str, value: int, inlined: set[str]
+) -> None:
+    def two(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, z = x @ w, w @ x
+        once, twice = y + z, y - z
+        return (once * twice) @ w, (twice * w) @ w
+
+    with inductor_config.patch(setting, value):
+        assert _inlined(two, (16, 16), (16, 16)) == inlined
 
 
 def _inlined(function: object, *shapes: tuple[int, ...]) -> set[str]:

@@ -93,7 +93,7 @@ def set_at(path: str, value: object) -> Callable[[Any], None]:
 
 CHANGES: list[tuple[str, object, str]] = [
     ("schema", "other", r'schema: is "other", expected "teraplan.plan"'),
-    ("schema_version", 6, "schema_version: is 6, this teraplan reads 1, 2, 3, 4, 5"),
+    ("schema_version", 7, "schema_version: is 7, this teraplan reads 1, 2, 3, 4, 5, 6"),
     ("surprise", 1, 'unknown field "surprise"'),
     ("policy", 3, "policy: is 3, expected a string"),
     ("budgets/device_bytes", -1, r"budgets.device_bytes: is -1, expected 0 to"),
@@ -266,6 +266,16 @@ def test_refuses_a_split_of_what_goes_to_the_host(plan_path: Path) -> None:
     plan_path.write_text(json.dumps(data))
     with pytest.raises(FileFormatError, match=r'host_bytes: is 4096 beside the tier "host"; a te'):
         read_plan(plan_path)
+
+
+def test_reads_version_5() -> None:
+    folder = Path(__file__).parents[1] / "compat"
+    plan, runs = read_runs(folder / "runs_v5.json")
+    assert read_plan(folder / "plan_v5.json") == plan
+    assert check_plan(plan) == ()
+    assert plan.trace.fingerprint.chunk_bytes is None
+    require_same_fingerprint(plan, replace(plan.trace.fingerprint, chunk_bytes=4096))
+    assert len(runs) == 1
 
 
 def test_reads_version_4() -> None:

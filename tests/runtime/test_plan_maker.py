@@ -25,6 +25,7 @@ def test_what_cannot_be_computed_again_any_more_is_chosen_anew() -> None:
         Config(),
         cast("Device", SimpleNamespace(tier_of_state=lambda _: None)),
         ReportFiles(None, strict=False),
+        chunk_bytes=lambda: 0,
     )
     plan = plans._make_plan(trace, slow, budgets, recompute=[GELU])
     assert not check_plan(plan)
