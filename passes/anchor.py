@@ -21,6 +21,12 @@ def anchor_of(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> fx.Node:
     return next((n for n in found if n.meta["val"].device.type != "cpu"), found[0])
 
 
+def device_of(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> torch.device:
+    """Where the graph computes, as far as inputs that are none of `excluded` tell."""
+    device: torch.device = anchor_of(graph, excluded).meta["val"].device
+    return device
+
+
 def _orders_effects(node: fx.Node) -> bool:
     ordered = torch.ops.higher_order.with_effects
     return any(user.target is ordered and user.args[0] is node for user in node.users)

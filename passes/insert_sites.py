@@ -2,7 +2,7 @@
 
     forward                        backward
     chain = enter(...)             chain = enter_backward(...)
-    x     = ...                    x     = need(token, chain, slot, ...)    before the first use
+    x     = ...                    x     = need(chain, token, slot, ...)    before the first use
     ...   = last use of x          ...   = last use of x
     token = save(x, chain, slot)   done(x, token, chain, slot)
     return ..., token
@@ -23,9 +23,9 @@ from torch import fx
 from teraplan import ops
 from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
 from teraplan.passes.aliases import base_of, uses_of
-from teraplan.passes.anchor import anchor_of
+from teraplan.passes.anchor import anchor_of, device_of
 from teraplan.passes.fused_runs import FusedRuns
-from teraplan.passes.layouts import KEPT_STRIDE, kept_strides
+from teraplan.passes.layouts import KEPT_STRIDE, SAVED_AS, kept_strides
 from teraplan.passes.module_path import module_path
 from teraplan.passes.recipes import FoundRecipe, find_recipes
 from teraplan.passes.reorder import advance_late, advance_products, delay_views
@@ -124,6 +124,7 @@ def _candidates(
     One gets them also where all are small: by its token the backward knows which step it is of.
     """
     static = _static(forward, static_inputs)
+    device = device_of(forward)
     placeholders = {node.name: node for node in backward.find_nodes(op="placeholder")}
     sizes = SizeNodes(backward)
     candidates: list[_Candidate] = []
@@ -135,7 +136,7 @@ def _candidates(
         if not isinstance(saved.meta.get("val"), torch.Tensor) or base_of(saved) in static:
             continue
         placeholder = placeholders.get(saved.name)
-        why = _why_not(saved, placeholder, sizes)
+        why = _why_not(saved, placeholder, sizes, device)
         if placeholder is not None and why in (None, _SMALL) and nbytes_of(saved):
             candidate = _Candidate(position=position, saved=saved, placeholder=placeholder)
             (small if why else candidates).append(candidate)
@@ -144,17 +145,25 @@ def _candidates(
     if small and not candidates:
         candidates = [max(small, key=lambda candidate: nbytes_of(candidate.saved))]
         uncovered = [item for item in uncovered if item[0] != candidates[0].saved.name]
+    if device_of(backward, {c.placeholder for c in candidates}) != device:  # nor would its chain be
+        why = f"the backward is given nothing else on {device}"
+        uncovered += [(c.saved.name, nbytes_of(c.saved), why) for c in candidates]
+        candidates = []
     return candidates, uncovered
 
 
 _SMALL = "small"
 
 
-def _why_not(saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes) -> str | None:
+def _why_not(
+    saved: fx.Node, placeholder: fx.Node | None, sizes: SizeNodes, device: torch.device
+) -> str | None:
     """Why a saved tensor cannot have ops, or None if it can."""
     value = saved.meta["val"]
     if placeholder is None or not any(True for _ in uses_of(placeholder)):
         return "not used in the backward graph"
+    if value.device != device:
+        return f"on {value.device}, beside a computation on {device}"
     if value.layout != torch.strided or value.is_quantized:
         return f"layout {value.layout}"
     if type(value) is not torch._subclasses.FakeTensor:
@@ -266,8 +275,9 @@ def _insert_needs(
         first, last = spans[slot]
         placeholder, value, (size, stride) = candidate.placeholder, values[slot], shapes[slot]
         with graph.inserting_before(first):
-            need = graph.call_function(ops.need, (token, chain, slot, size, stride, value.dtype))
+            need = graph.call_function(ops.need, (chain, token, slot, size, stride, value.dtype))
         need.meta["val"] = value
+        need.meta[SAVED_AS] = placeholder.meta["val"]
         placeholder.replace_all_uses_with(need)
         graph.erase_node(placeholder)
         with graph.inserting_after(last):

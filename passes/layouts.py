@@ -1,10 +1,11 @@
 """In which order of memory saved activations are kept.
 
 Inductor has what convolutions read and write, and what lies between them, in channels-last order,
-whatever order it was traced with, and tells AOTAutograd the strides of what a graph returns. Our
-graphs return tokens. So the strides are settled here for both graphs: the forward gives `save` a
-tensor that has them, copied if it has to be (`lowering`), and `need` returns them. Which order is
-taken changes no result; to take the one that Inductor takes saves copies.
+whatever order it was traced with, where it thinks that this is faster, and tells AOTAutograd the
+strides of what a graph returns. Our graphs return tokens. So the strides are settled here for both
+graphs: the forward gives `save` a tensor that has them, copied if it has to be (`lowering`), and
+`need` returns them. Which order is taken changes no result; to take the one that Inductor takes
+saves copies.
 """
 
 from collections.abc import Sequence
@@ -12,12 +13,16 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor.graph import GraphLowering
 from torch._prims_common import make_channels_last_strides_for
 
 from teraplan.passes.aliases import is_view
 
 KEPT_STRIDE = "teraplan_stride"
 """Of a node that saves, in its `meta`: the strides that the backward will ask for."""
+
+SAVED_AS = "teraplan_saved_as"
+"""Of a node that brings back, in its `meta`: what was saved, with its place in memory."""
 
 _CONVOLUTION = torch.ops.aten.convolution.default
 _NUM_DIMS_OF_IMAGES = 4
@@ -33,7 +38,10 @@ def kept_strides(
         saved: its saved activations.
         fused: Inductor compiles it.
     """
-    images = _near_convolutions(graph) if fused else frozenset[fx.Node]()
+    images = frozenset[fx.Node]()
+    module = graph.owning_module
+    if fused and module and GraphLowering.decide_layout_opt(module, is_inference=False):
+        images = _near_convolutions(graph)
     strides: list[tuple[Any, ...]] = []
     for node in saved:
         value = node.meta["val"]

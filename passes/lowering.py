@@ -24,26 +24,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch._inductor import ir
+from torch._inductor import ir, utils
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
 from teraplan import ops
-from teraplan.passes.layouts import KEPT_STRIDE
+from teraplan.passes.layouts import KEPT_STRIDE, SAVED_AS
 
 _MUTATED = {
     ops.save: (1,),
-    ops.need: (1,),
+    ops.need: (0,),
     ops.done: (2,),
     ops.acquire: (0, 1),
     ops.release: (0, 1),
     ops.settle: (1,),
 }
 """Positions of mutated arguments, as in the schemas."""
+_ALIGNED = (ops.enter_backward, ops.need)
+"""What is given a token, and returns something that kernels read, or that ops do."""
 
-INDUCTOR_CONFIG = {"allow_buffer_reuse": False}
-"""What the ops need of Inductor's configuration."""
+INDUCTOR_CONFIG = {"allow_buffer_reuse": False, "triton.cudagraphs": False}
+"""What the ops need of Inductor's configuration: they are to run at each call."""
 
 
 def register_lowerings() -> None:
@@ -66,6 +68,17 @@ def _kept(x: Any) -> Any:
     node = V.graph.current_node
     x.realize()
     return ir.ExternKernel.require_exact_strides(x, node.meta[KEPT_STRIDE])
+
+
+def _note_aligned(result: Any) -> None:
+    """What the op returns is where memory begins, or as far behind it as what was saved was.
+
+    One of its inputs is on the CPU, and so counts as not aligned; then what it returns does, too,
+    and kernels on a GPU load it element by element.
+    """
+    meta = V.graph.current_node.meta
+    if utils.should_assume_input_aligned(meta.get(SAVED_AS, meta["val"])):
+        V.graph.unaligned_buffers.discard(result.get_name())
 
 
 class _DirectCall(ir.FallbackKernel):
@@ -151,6 +164,8 @@ def _behind_readers(call: Callable[..., Any], x: Any, *args: Any) -> Any:
 def _register(op: torch._ops.OpOverload, mutated: tuple[int, ...]) -> None:
     def call(*args: Any) -> Any:
         result: Any = _DirectCall.create(op, *args)
+        if op in _ALIGNED:
+            _note_aligned(result)
         return ir.TensorBox.create(result) if isinstance(result, ir.IRNode) else result
 
     def lower(*args: Any) -> Any:

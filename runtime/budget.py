@@ -30,6 +30,11 @@ _HOPELESS_FRACTION, _HOPELESS_WHERE_SIZES_VARY = 5 / 8, 1 / 4
 needed (median 0.96); where sizes vary, three quarters were not."""
 
 
+_MOST_CALLS = 32
+"""As many as one graph has saved, a step may save in all: blocks are compiled one by one, or graphs
+break, and how often they are called is seen when they are."""
+
+
 class GraphForecast:
     """State counted now, state that training will add, and what the compiled graphs need."""
 
@@ -40,6 +45,8 @@ class GraphForecast:
         """Of gradients and optimizer state, what does not exist yet."""
         self.update_bytes = 0
         """What one parameter's update needs beside its state."""
+        self.saved_bytes = 0
+        """The most that a step has saved as far as it was seen."""
         self._state_moves = False
         self._tables: dict[str, GraphTable] = {}
 
@@ -96,17 +103,29 @@ class GraphForecast:
 
     @property
     def unlimited_peak_bytes(self) -> int:
-        """Peak of the step with nothing moved."""
-        saved = (sum(slot.nbytes for slot in t.slots) for t in self._tables.values())
-        return self.other_bytes + max(saved, default=0)
+        """Peak of the step with nothing moved, or a part of it where calls are still to come."""
+        return self.other_bytes + max(self.saved_bytes, self._saved_at_once)
 
-    def refuse(self, budget_bytes: int, *, certainly: bool, moving_bytes: int = 0) -> None:
+    @property
+    def most_peak_bytes(self) -> int:
+        """What that may turn out to be."""
+        return self.other_bytes + max(self.saved_bytes, _MOST_CALLS * self._saved_at_once)
+
+    @property
+    def _saved_at_once(self) -> int:
+        saved = (sum(slot.nbytes for slot in t.slots) for t in self._tables.values())
+        return max(saved, default=0)
+
+    def refuse(
+        self, budget_bytes: int, *, certainly: bool, moving_bytes: int = 0, given: str = ""
+    ) -> None:
         """Raise InfeasibleBudgetError if the budget is less than what the graphs predict.
 
         Args:
             budget_bytes: the device budget, but for the part of a training state that moves.
             moving_bytes: that part.
             certainly: only if it is so much less that measuring would show the same.
+            given: how the user has written the budget, if not in bytes.
         """
         least = self.least_bytes
         if budget_bytes >= (self._hopeless_bytes if certainly else least):
@@ -127,7 +146,7 @@ class GraphForecast:
         if self._tables:
             beside, enough = "the graphs have at once beside them", "they predict to be enough"
         raise InfeasibleBudgetError(
-            f"device_budget is {format_nbytes(budget_bytes + moving_bytes)}"
+            f"device_budget is {given}{format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but parameters, gradients and optimizer state that "
             f"stay take {format_nbytes(state)}, and with what {beside} "
             f"it is {format_nbytes(least)}; set device_budget to {format_nbytes(named)} "

@@ -93,9 +93,7 @@ class BudgetShares:
         if self._given is not None and (is_new or (case.memory is None and may_start)):
             # What moves can have less than its share, so that a little more is needed beside it.
             has_way_out = self._keeper.moves or may_start
-            certainly = self._given.nbytes is None or not has_way_out
-            moving = self._keeper.limit_bytes
-            self.forecast.refuse(self.rest_bytes, certainly=certainly, moving_bytes=moving)
+            self._refuse(case, certainly=self._given.nbytes is None or not has_way_out)
 
     def meet(self, case: Case, table: GraphTable) -> None:
         """Another graph is about to run for the first time, in the middle of a step without a plan.
@@ -110,8 +108,21 @@ class BudgetShares:
         self._keeper.share_out(budget, max(self.forecast.least_bytes, self.rest_bytes))
         self.rest_bytes = budget - self._keeper.limit_bytes
         if not self._keeper.may_start:
-            moving = self._keeper.limit_bytes
-            self.forecast.refuse(self.rest_bytes, certainly=True, moving_bytes=moving)
+            self._refuse(case, certainly=True)
+
+    def saw(self, saved_bytes: int) -> None:
+        """So much has been saved in one step, so far."""
+        self.forecast.saved_bytes = max(self.forecast.saved_bytes, saved_bytes)
+
+    def _refuse(self, case: Case, *, certainly: bool) -> None:
+        """Raise InfeasibleBudgetError if the budget is too small, as far as can be known."""
+        assert self._given is not None
+        moving, rest, given = self._keeper.limit_bytes, self.rest_bytes, ""
+        if self._given.percent is not None and case.memory is None:
+            peak = self.forecast.most_peak_bytes + self._keeper.step_bytes
+            rest = self._given.resolve(peak) - moving
+            given = f"{self._given.percent:g} % of the step's peak, that is at most "
+        self.forecast.refuse(rest, certainly=certainly, moving_bytes=moving, given=given)
 
     def divide_again(self, case: Case, least_bytes: int, most_bytes: int) -> None:
         """Once memory has been measured: the state gets what is left of the budget.

@@ -96,8 +96,8 @@ def _save(
 
 
 def _need(
-    token: torch.Tensor,
     chain: torch.Tensor,
+    token: torch.Tensor,
     slot: int,
     size: Sequence[int],
     stride: Sequence[int],

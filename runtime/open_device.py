@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+
 from teraplan.config import Config
 from teraplan.errors import UnsupportedError
 from teraplan.runtime import process_memory
@@ -15,16 +17,23 @@ _PINNED_SHARE = 0.5
 cannot be swapped, and the rest of the machine needs some."""
 
 
-def open_device(config: Config, device_type: str) -> Device:
-    """The back end for `device_type` with spill files as `config` says.
+def with_index(device: torch.device) -> torch.device:
+    """`device` itself, the current one of its type if it does not say which."""
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def open_device(config: Config, place: torch.device) -> Device:
+    """The back end for tensors at `place` with spill files as `config` says.
 
     Raises:
         UnsupportedError: there is no back end for that type.
         StorageUnusableError, FallbackRefusedError: a storage directory cannot be used.
     """
-    if device_type not in _OPENERS:
+    if place.type not in _OPENERS:
         raise UnsupportedError(
-            f"there is no back end for device type {device_type!r}; move the model to "
+            f"there is no back end for device type {place.type!r}; move the model to "
             + " or ".join(repr(known) for known in _OPENERS)
         )
     directories = [Path(d) for d in config.storage] or [default_directory()]
@@ -33,17 +42,17 @@ def open_device(config: Config, device_type: str) -> Device:
         checksum=config.checksum,
         deadline_s=config.deadline_s,
         strict=config.strict,
-        device_memory=device_type != "cpu",
+        device_memory=place.type != "cpu",
         encrypt=config.encrypt,
     )
     try:
-        return _OPENERS[device_type](config, storage)
+        return _OPENERS[place.type](config, place, storage)
     except BaseException:
         storage.close()
         raise
 
 
-def _open_cpu(config: Config, storage: Storage) -> Device:
+def _open_cpu(config: Config, _: torch.device, storage: Storage) -> Device:
     device = CpuDevice(
         storage=storage, host_bytes=_host_bytes(config, share=0.0), strict=config.strict
     )
@@ -52,12 +61,12 @@ def _open_cpu(config: Config, storage: Storage) -> Device:
     return device
 
 
-def _open_cuda(config: Config, storage: Storage) -> Device:
+def _open_cuda(config: Config, place: torch.device, storage: Storage) -> Device:
     from teraplan.runtime.cuda_device import CudaDevice
     from teraplan.runtime.torch_cuda_device import TorchCuda
 
     return CudaDevice(
-        TorchCuda(),
+        TorchCuda(place.index),
         storage,
         host_bytes=_host_bytes(config, share=_PINNED_SHARE),
         deadline_s=config.deadline_s,
@@ -74,7 +83,7 @@ def _host_bytes(config: Config, *, share: float) -> int:
     return config.host_budget.nbytes
 
 
-_OPENERS: Mapping[str, Callable[[Config, Storage], Device]] = {
+_OPENERS: Mapping[str, Callable[[Config, torch.device, Storage], Device]] = {
     "cpu": _open_cpu,
     "cuda": _open_cuda,
 }

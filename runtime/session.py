@@ -178,6 +178,7 @@ class Session:
                 self._begin_step((table.graph, shapes))
             elif self.engine.unplanned:
                 assert self.active is not None
+                self._shares.saw(self.engine.saved_bytes)
                 if is_new:
                     self._shares.meet(self.active, table)
                 self.engine.limit_bytes = self._shares.safe_limit(self.active)
@@ -241,6 +242,7 @@ class Session:
         if recorder is None or case is None:
             return
         recorder.finish()
+        self._shares.saw(self.engine.saved_bytes)
         self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes)
         beyond_bytes = self.device.peak_bytes() - recorder.peak_bytes
         if beyond_bytes > 0:  # it was the user's, between two steps

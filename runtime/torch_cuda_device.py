@@ -55,9 +55,8 @@ class TorchCuda(CudaRuntime):
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         if storage.device != self.device:
             raise UnsupportedError(
-                f"a tensor is on {storage.device}, but this session works on {self.device}; one "
-                f"process trains on one GPU: call torch.cuda.set_device({storage.device.index}) "
-                "before the model is compiled"
+                f"a tensor is on {storage.device}, but its graph computes on {self.device}; have "
+                "all tensors of a compiled part of the model on one device"
             )
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
         whole.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -2,7 +2,8 @@
 
 The graph goes to Inductor (or AOTAutograd alone, kernels="aot_eager") with our partitioner, which
 puts the migration ops in. What comes back is wrapped so that its ops find their session. A session
-is shared by all graphs compiled under one configuration (`held_session` says how long it lives).
+is shared by all graphs that are compiled under one configuration for one device (`held_session`
+says how long it lives).
 """
 
 import copy
@@ -22,10 +23,11 @@ from teraplan.config import Config
 from teraplan.errors import ConfigError, TeraplanError
 from teraplan.held_session import HeldSession
 from teraplan.passes.recipes import compile_recipe
+from teraplan.passes.streams import require_one_stream
 from teraplan.runnable_graph import RunnableGraph
 from teraplan.runtime.compiled_modules import compiled_modules
 from teraplan.runtime.dump_signal import dump_on_signal
-from teraplan.runtime.open_device import open_device
+from teraplan.runtime.open_device import open_device, with_index
 from teraplan.runtime.replay import configured_for, replayed_plan
 from teraplan.runtime.session import Session
 from teraplan.runtime.state import optimizer_steps
@@ -34,7 +36,8 @@ from teraplan.status import Status
 
 log = logging.getLogger(__name__)
 
-_held: "weakref.WeakValueDictionary[Config, HeldSession]" = weakref.WeakValueDictionary()
+_held: "weakref.WeakValueDictionary[tuple[Config, torch.device], HeldSession]"
+_held = weakref.WeakValueDictionary()
 
 Compiled = Callable[..., Any]
 
@@ -59,7 +62,8 @@ def teraplan(
                 "and set what you need with options={...}"
             )
         config = Config.resolve(options, os.environ)
-        return _compile(gm, example_inputs, _held_session(config, _device_type(example_inputs)))
+        require_one_stream(gm.graph)
+        return _compile(gm, example_inputs, _held_session(config, _device(example_inputs)))
     except TeraplanError as error:
         return _raiser(error)
 
@@ -72,7 +76,7 @@ def materialize(
     device: str = "cpu",
 ) -> nn.Module:
     """See `teraplan.materialize`."""
-    held = _held_session(Config.resolve(options, os.environ), device)
+    held = _held_session(Config.resolve(options, os.environ), torch.device(device))
     keeper = held.session().keeper
     keeper.expect(list(model.parameters()))
     give_memory(model, keeper.state, initialize, device)
@@ -112,22 +116,23 @@ def current_dump() -> str:
     return "\n".join(s.describe() for s in sessions()) or "teraplan: no session"
 
 
-def _held_session(config: Config, device_type: str) -> HeldSession:
-    held = _held.get(config)
+def _held_session(config: Config, device: torch.device) -> HeldSession:
+    device = with_index(device)
+    held = _held.get((config, device))
     if held is None:
         models = functools.partial(compiled_modules, config)
-        open_session = functools.partial(_open_session, config, device_type, models)
-        _held[config] = held = HeldSession(open_session, models)
+        open_session = functools.partial(_open_session, config, device, models)
+        _held[config, device] = held = HeldSession(open_session, models)
     return held
 
 
 def _open_session(
-    config: Config, device_type: str, models: Callable[[], Iterable[nn.Module]]
+    config: Config, place: torch.device, models: Callable[[], Iterable[nn.Module]]
 ) -> Session:
     replayed = replayed_plan(config)
     if replayed is not None:
         config = configured_for(replayed, config)
-    device = open_device(config, device_type)
+    device = open_device(config, place)
     try:
         fused = config.kernels == "inductor"
         compile_one = functools.partial(compile_recipe, fused=fused)
@@ -139,9 +144,10 @@ def _open_session(
     return session
 
 
-def _device_type(example_inputs: Sequence[Any]) -> str:
-    types = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
-    return next(iter(types - {"cpu"}), "cpu")
+def _device(example_inputs: Sequence[Any]) -> torch.device:
+    """Where a graph computes."""
+    devices = (x.device for x in example_inputs if isinstance(x, torch.Tensor))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], held: HeldSession) -> Compiled:

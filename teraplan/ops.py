@@ -4,7 +4,7 @@ Every compiled forward and its backward carry them at each saved activation:
 
     forward                                     backward
     chain = enter(anchor, table)                chain = enter_backward(anchor, token_0, table)
-    x     = gelu(...)                           x     = need(token, chain, 3, size, stride, dtype)
+    x     = gelu(...)                           x     = need(chain, token, 3, size, stride, dtype)
     ...                                         dx    = gelu_backward(dy, x)
     token = save(x, chain, 3, [])               done(x, token, chain, 3)
 
@@ -12,9 +12,9 @@ The forward returns `token` (8 bytes) in the place of `x`; autograd saves it, th
 back into the tensor. `slot` numbers the saved activations of one graph. `table` describes the graph
 (see `graph_table`), so that a graph which comes from a compile cache explains itself. All ops of a
 graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
-through every pass of Inductor. That `save` and `done` come after every use of `x`, and that no
-kernel writes its result in the place of `x` before, is seen to when they are compiled
-(`passes/lowering.py`).
+through every pass of Inductor. It is where the graph computes: what lies elsewhere gets no ops.
+That `save` and `done` come after every use of `x`, and that no kernel writes its result in the
+place of `x` before, is seen to when they are compiled (`passes/lowering.py`).
 Where `x` can be computed again (see `passes/recipes.py`), the last argument of `save` is what that
 takes beside other saved activations: parameters and small tensors.
 
@@ -44,26 +44,27 @@ import torch
 LIBRARY: Any = torch.library.Library("teraplan", "DEF")  # type: ignore[no-untyped-call]
 
 # The strides in the graph are binding for every op here. Inductor heeds that only for ops that
-# Dynamo has met; for `save`, `passes/layouts.py` says what does it.
-_EXACT = (torch.Tag.needs_exact_strides,)
+# Dynamo has met; for `save`, `passes/layouts.py` says what does it. A graph of CUDA calls that is
+# captured once and replayed would leave them out.
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
-LIBRARY.define("enter(Tensor anchor, str table) -> Tensor", tags=_EXACT)
-LIBRARY.define("enter_backward(Tensor anchor, Tensor token, str table) -> Tensor", tags=_EXACT)
-LIBRARY.define("save(Tensor x, Tensor(a!) chain, int slot, Tensor[] beside) -> Tensor", tags=_EXACT)
+LIBRARY.define("enter(Tensor anchor, str table) -> Tensor", tags=_TAGS)
+LIBRARY.define("enter_backward(Tensor anchor, Tensor token, str table) -> Tensor", tags=_TAGS)
+LIBRARY.define("save(Tensor x, Tensor(a!) chain, int slot, Tensor[] beside) -> Tensor", tags=_TAGS)
 LIBRARY.define(
-    "need(Tensor token, Tensor(a!) chain, int slot, SymInt[] size, SymInt[] stride, "
+    "need(Tensor(a!) chain, Tensor token, int slot, SymInt[] size, SymInt[] stride, "
     "ScalarType dtype) -> Tensor",
-    tags=_EXACT,
+    tags=_TAGS,
 )
-LIBRARY.define("realize(Tensor(a) x) -> Tensor(a)", tags=_EXACT)
-LIBRARY.define("done(Tensor x, Tensor token, Tensor(a!) chain, int slot) -> ()", tags=_EXACT)
-LIBRARY.define("enter_state(Tensor anchor) -> Tensor", tags=_EXACT)
+LIBRARY.define("realize(Tensor(a) x) -> Tensor(a)", tags=_TAGS)
+LIBRARY.define("done(Tensor x, Tensor token, Tensor(a!) chain, int slot) -> ()", tags=_TAGS)
+LIBRARY.define("enter_state(Tensor anchor) -> Tensor", tags=_TAGS)
 LIBRARY.define(
-    "acquire(Tensor(a!) parameter, Tensor(b!) chain, bool changes=False) -> ()", tags=_EXACT
+    "acquire(Tensor(a!) parameter, Tensor(b!) chain, bool changes=False) -> ()", tags=_TAGS
 )
-LIBRARY.define("release(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_EXACT)
+LIBRARY.define("release(Tensor(a!) parameter, Tensor(b!) chain) -> ()", tags=_TAGS)
 LIBRARY.define(
-    "settle(Tensor gradient, Tensor(a!) chain, Tensor? parameter=None) -> Tensor", tags=_EXACT
+    "settle(Tensor gradient, Tensor(a!) chain, Tensor? parameter=None) -> Tensor", tags=_TAGS
 )
 
 enter = torch.ops.teraplan.enter.default
@@ -113,8 +114,8 @@ def _fake_save(
 
 
 def _fake_need(
-    token: torch.Tensor,
     chain: torch.Tensor,
+    token: torch.Tensor,
     slot: int,
     size: Sequence[int],
     stride: Sequence[int],

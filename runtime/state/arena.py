@@ -18,7 +18,7 @@ from teraplan.errors import StorageFullError
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.state.block_moves import BlockMoves
-from teraplan.runtime.state.movable import is_movable
+from teraplan.runtime.state.movable import is_movable, is_plain
 from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.whole import whole
 
@@ -47,7 +47,7 @@ class StateArena(BlockMoves):
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The block of a tensor that lives here, None for any other."""
-        return self.memory.block_of(tensor)
+        return self.memory.block_of(tensor) if is_plain(tensor) else None
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is worth moving, and its memory can be anywhere."""

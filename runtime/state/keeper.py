@@ -6,6 +6,7 @@ Until there is a plan for the whole step, the state has a fixed part of the devi
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -107,7 +108,7 @@ class StateKeeper:
     def _slow_paths(self) -> Iterator[str]:
         """What could move and does not, or slowly."""
         assert self.state is not None
-        yield from (_shared_text(parameter) for parameter in self.state.shared)
+        yield from (_shared_text(tensor, what) for tensor, what in self.state.shared)
         if self._not_used is not None:
             yield from self._not_used.fallbacks
         if self._at_gradients is not None:
@@ -168,11 +169,11 @@ class StateKeeper:
             self._take_in_optimizers()
 
     def _to_come(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
-        """Parameters that graphs to come may use: of compiled modules, or trained by these."""
-        for module in self._models():
-            yield from module.parameters()
-        for optimizer in optimizers:
-            yield from parameters_of(optimizer)
+        """Parameters that graphs to come may use here: of compiled modules, or trained by these."""
+        of_modules = (module.parameters() for module in self._models())
+        for parameter in chain.from_iterable((*of_modules, *map(parameters_of, optimizers))):
+            if parameter.device.type in (self._device.type, "meta"):
+                yield parameter
 
     @property
     def _looks_ahead(self) -> bool:
@@ -310,10 +311,10 @@ def _parameters(values: Iterable[object]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.nn.Parameter)]
 
 
-def _shared_text(parameter: torch.Tensor) -> str:
-    shape = "x".join(map(str, parameter.shape))
+def _shared_text(tensor: torch.Tensor, what: str) -> str:
+    shape = "x".join(map(str, tensor.shape))
     return (
-        f"a parameter ({shape}, {format_nbytes(parameter.nbytes)}) stays in memory that something "
+        f"{what} ({shape}, {format_nbytes(tensor.nbytes)}) stays in memory that something "
         "else has, too: a view, an array, a state_dict or another parameter; drop it "
         "before the first step, or tie parameters by using one object twice"
     )

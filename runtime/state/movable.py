@@ -12,12 +12,17 @@ def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:
         tensor.device == device
         and tensor.layout == torch.strided
         and not tensor.is_quantized
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and is_plain(tensor)
         and tensor.storage_offset() == 0
         and span_nbytes(tensor) >= MIN_SLOT_BYTES
         and span_nbytes(tensor) == tensor.nbytes
         and _whole_storage(tensor)
     )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """False for subclasses: what has others within it has no memory to ask for."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

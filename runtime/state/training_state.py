@@ -80,7 +80,7 @@ class TrainingState:
         self._strays = WeakIdKeyDictionary()
         """Parameters with other memory than they were given here: to be taken in once more."""
         self._shared = WeakIdKeyDictionary()
-        """Address of each parameter's memory that something else has, too: it stays."""
+        """Tensors that stay since something else has their memory, too: its address, what it is."""
         self._expected_bytes = 0
         self._stepped = False
         self.closed = False
@@ -106,8 +106,7 @@ class TrainingState:
 
     def _adopt_parameter(self, parameter: torch.Tensor) -> None:
         if self.arena.block_of(parameter) is None:
-            if is_shared(parameter):
-                self._shared[parameter] = parameter.data_ptr()
+            if self._stays_shared(parameter, "a parameter"):
                 return
             sort = TensorKind.PARAMETER, not parameter.requires_grad
             parameter.data = self._copy(parameter.data, sort, "parameter")
@@ -129,13 +128,21 @@ class TrainingState:
                     handle.remove()
 
     @property
-    def shared(self) -> list[torch.Tensor]:
-        """The parameters that stay since something else has their memory, too."""
-        return [p for p in self._shared if p.data_ptr() == self._shared[p]]
+    def shared(self) -> list[tuple[torch.Tensor, str]]:
+        """What stays since something else has its memory, too, and what it is."""
+        found = [(tensor, self._shared[tensor]) for tensor in self._shared]
+        return [(tensor, what) for tensor, (address, what) in found if tensor.data_ptr() == address]
+
+    def _stays_shared(self, tensor: torch.Tensor, what: str) -> bool:
+        """True, and noted, if something else has the memory of a tensor that could move."""
+        if not is_shared(tensor):
+            return False
+        self._shared[tensor] = tensor.data_ptr(), what
+        return True
 
     def _note_stray(self, parameter: torch.Tensor) -> None:
         """A parameter was given other memory by the user, or is a new one in an old one's place."""
-        stays = parameter in self._shared and self._shared[parameter] == parameter.data_ptr()
+        stays = parameter in self._shared and self._shared[parameter][0] == parameter.data_ptr()
         if isinstance(parameter, torch.nn.Parameter) and not stays:
             self._strays[parameter] = True
 
@@ -170,16 +177,18 @@ class TrainingState:
         self.arena.unreserve(nbytes)
 
     def adopt_state(self, state: dict[str, object]) -> None:
-        """Move the tensors of one parameter's optimizer state into the arena."""
-        for name in state:
-            value = state[name]
+        """Move the memory of one parameter's optimizer state into the arena.
+
+        The tensors stay the same: a state_dict that was loaded has them, too, and sees updates.
+        Memory that another tensor has, too, stays.
+        """
+        for name, value in state.items():
             if not isinstance(value, torch.Tensor) or not self.arena.takes(value):
                 continue
-            if self.arena.block_of(value) is None:
-                state[name] = self._copy(value, (TensorKind.OPTIMIZER_STATE, False), name)
-                nbytes = value.nbytes
-                del value
-                self._expect_less(nbytes)
+            if self.arena.block_of(value) or self._stays_shared(value, f"{name} of an optimizer"):
+                continue
+            value.data = self._copy(value.data, (TensorKind.OPTIMIZER_STATE, False), name)
+            self._expect_less(value.nbytes)
 
     def _copy(self, source: torch.Tensor, sort: Sort, name: str) -> torch.Tensor:
         with self._place(source, sort, name) as made:

@@ -27,7 +27,7 @@ STEPS = 8
 
 def test_kernels_read_and_write_what_is_away() -> None:
     """With views, products of matrices, copies to the host, and reductions."""
-    device = open_device(Config.resolve({"host_budget": "1GiB"}, {}), "cuda")
+    device = open_device(Config.resolve({"host_budget": "1GiB"}, {}), torch.device("cuda", 0))
     assert isinstance(device, CudaDevice)
     assert device.why_state_stays == ""
     arena = StateArena(device.state_memory(), 256 * MIB)

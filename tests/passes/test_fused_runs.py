@@ -78,6 +78,6 @@ def test_a_view_does_not_bring_its_tensor_back_early() -> None:
 
     _, backward, _ = instrumented(program, *_inputs()[:3])
     nodes = [node for node in backward.nodes if node.op == "call_function"]
-    (tanh,) = [n for n in nodes if n.target is ops.need and n.args[0].name == "token_tanh"]
+    (tanh,) = [n for n in nodes if n.target is ops.need and n.args[1].name == "token_tanh"]
     after = [node for node in nodes[nodes.index(tanh) + 1 :] if not is_view(node)]
     assert after[0].target is torch.ops.aten.mm.default, f"{backward}"

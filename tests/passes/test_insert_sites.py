@@ -99,6 +99,23 @@ def test_conjugated_values_get_none() -> None:
     assert not [s for s in table.slots if "conj" in s.name]
 
 
+def test_what_lies_elsewhere_than_the_computation_gets_none() -> None:
+    """The device "meta" stands for a GPU, which for tracing alone nobody needs to have."""
+
+    def function(x: Tensor, w: Tensor, at_host: Tensor) -> Tensor:
+        host = torch.tanh(torch.sin(at_host @ at_host)).sum()
+        return chain(x, w) + host.to("meta")
+
+    x, w = (square(seed).detach().to("meta").requires_grad_() for seed in (0, 1))
+    _, backward, table = instrumented(function, x, w, square(2))
+    elsewhere = [why for _, _, why in table.uncovered if why.startswith("on cpu")]
+    assert elsewhere == ["on cpu, beside a computation on meta"] * len(elsewhere)
+    assert len(elsewhere) >= 2
+    needs = backward.find_nodes(op="call_function", target=ops.need)
+    assert len(needs) >= 2
+    assert {need.meta["val"].device.type for need in needs} == {"meta"}
+
+
 def test_symbolic_sizes_are_defined_before_every_use() -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         batch, time, width = x.shape

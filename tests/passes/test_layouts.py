@@ -1,5 +1,6 @@
 """In which order of memory saved activations are kept."""
 
+import torch
 from torch import Tensor, fx
 from torch.nn.functional import conv2d
 
@@ -31,6 +32,18 @@ def test_all_else_has_the_strides_that_it_was_traced_with() -> None:
     assert set(_strides(_traced(_between, *SHAPES), fused=False).values()).isdisjoint(
         {CHANNELS_LAST}
     ), "PyTorch's own kernels keep to them"
+
+
+def test_where_inductor_keeps_them_contiguous_so_do_we() -> None:
+    """As it does on a GPU where convolutions are of groups; on a CPU only without its library."""
+
+    def grouped(x: Tensor, w: Tensor) -> Tensor:
+        return conv2d(conv2d(x, w, padding=1, groups=2).relu(), w, padding=1, groups=2)
+
+    graph = _traced(grouped, (2, 8, 4, 4), (8, 4, 3, 3))
+    assert _strides(graph)["relu"] == CHANNELS_LAST
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert _strides(graph)["relu"] == CONTIGUOUS
 
 
 def test_where_there_is_no_convolution_nothing_changes() -> None:

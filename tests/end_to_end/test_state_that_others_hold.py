@@ -1,0 +1,54 @@
+"""Optimizer state that the program has in hand, in a state_dict or as it is, while it moves."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import teraplan
+from tests.end_to_end.moving import adamw, check, states, training
+from tests.end_to_end.training import MLP
+
+
+def test_a_state_dict_that_is_loaded_again_and_again() -> None:
+    """`load_state_dict` takes the very tensors: the next load has what updates made of it."""
+    saved: list[dict[str, Any]] = []
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 0:
+            saved[:] = copy.deepcopy([net.state_dict(), optimizer.state_dict()])
+        else:
+            net.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+
+    check(training(adamw, between=between))
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_state_from_before_it_moves(as_view: bool) -> None:
+    """Read and written by the program after each step; as a view, it keeps that from moving."""
+    held: list[Tensor] = []
+
+    def warm(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        trained = list(parameters)
+        optimizer = adamw(trained)
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter) * 1e-3
+        optimizer.step()
+        optimizer.zero_grad()
+        held[:] = [s.view(-1) if as_view else s for s in states(optimizer)[:4]]
+        return optimizer
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for state, kept in zip(states(optimizer), held, strict=False):
+            kept.mul_(0.5)
+            assert state.data_ptr() == kept.data_ptr()
+
+    check(training(warm, between=between), least=True)
+    stays = [text for text in teraplan.status().fallbacks if "stays in memory" in text]
+    large = [kept for kept in held if kept.numel() > 1]
+    assert len(stays) == (len(large) if as_view else 0)
+    assert all("of an optimizer (192x192, 144.00 KiB)" in text for text in stays)
