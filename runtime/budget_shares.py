@@ -4,9 +4,11 @@ Before there is a plan each has a fixed share: first by what the graphs predict,
 measured. A plan divides the budget anew at each site.
 """
 
+import gc
 from collections.abc import Iterable
 
 from teraplan.config import Config
+from teraplan.errors import InfeasibleBudgetError
 from teraplan.graph_table import GraphTable
 from teraplan.runtime.budget import GraphForecast
 from teraplan.runtime.case import Case
@@ -85,8 +87,17 @@ class BudgetShares:
         if self._host_updates.wanted and is_first:
             self._host_updates.expect(self.forecast.least_bytes - self.budget_bytes(case))
             self._refresh(())
-        self._budget_bytes = budget = self.budget_bytes(case)
         is_new, self._divided = not self._divided, True
+        try:
+            self._divide(case, is_new=is_new, may_start=may_start)
+        except InfeasibleBudgetError:
+            if not gc.collect():
+                raise
+            self._refresh(())  # models that are gone were still there
+            self._divide(case, is_new=is_new, may_start=may_start)
+
+    def _divide(self, case: Case, *, is_new: bool, may_start: bool) -> None:
+        self._budget_bytes = budget = self.budget_bytes(case)
         if is_new:
             self._keeper.share_out(budget, self.forecast.least_bytes)
         self.rest_bytes = budget - self._keeper.limit_bytes

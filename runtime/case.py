@@ -25,7 +25,9 @@ _MAX_GROWN = 2
 """Steps in which the process has grown for good that are measured once more."""
 _GROWN_FRACTION = 0.01
 _MAX_ATTEMPTS = 4
-"""Measurements of unequal steps before a kind of step counts as one that never repeats."""
+"""Measurements of unequal steps before a kind of step counts as one that does not repeat."""
+_FIRST_PAUSE = 16
+"""Steps until such a kind is measured again; each further time twice as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,9 @@ class Case:
     gave_back: bool = False
     """Too much had been held back."""
     attempts: int = 0
+    paused_steps: int = 0
+    """Since the last of them, if there are no more."""
+    num_pauses: int = 0
     num_grown: int = 0
     """Of the steps in which memory was measured, those in which the process has grown."""
     num_odd: int = 0
@@ -92,8 +97,20 @@ class Case:
 
     @property
     def repeats(self) -> bool:
-        """False if this kind of step was different every time it was measured."""
+        """False if this kind of step was different every time it was measured lately."""
         return self.attempts < _MAX_ATTEMPTS
+
+    @property
+    def pause_steps(self) -> int:
+        """How many steps of a kind that does not repeat are not measured."""
+        return _FIRST_PAUSE << self.num_pauses
+
+    def count_pause(self) -> None:
+        """A step was not measured. Users may have interrupted those that were."""
+        self.paused_steps += 1
+        if self.paused_steps >= self.pause_steps:
+            self.paused_steps = self.attempts = 0
+            self.num_pauses += 1
 
     @property
     def lacks_memory(self) -> bool:

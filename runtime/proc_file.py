@@ -38,11 +38,11 @@ class ProcFile:
         return os.pread(self.fd, nbytes, offset)
 
     def read_all(self) -> str:
-        """All of it, however long."""
+        """All of it, however long. Names of files in it may be in any encoding."""
         parts: list[bytes] = []
         while part := self.read(1 << 16, sum(map(len, parts))):
             parts.append(part)
-        return b"".join(parts).decode()
+        return b"".join(parts).decode(errors="surrogateescape")
 
     def write(self, text: bytes) -> None:
         """As `os.pwrite`, at the beginning."""

@@ -52,10 +52,14 @@ mapped_file_bytes = _statm.mapped_file_bytes
 """Of the resident set, pages of files that are mapped."""
 
 
+_NAME = 5
+"""Fields before it in a line of /proc/self/maps."""
+
+
 def heap_range() -> tuple[int, int]:
     """Address and bytes of the heap that `malloc` grows, all of its mappings; (0, 0) if none."""
-    lines = _maps.read_all().splitlines()
-    ranges = [line.split()[0].split("-") for line in lines if line.endswith("[heap]")]
+    lines = (line.split(maxsplit=_NAME) for line in _maps.read_all().split("\n"))
+    ranges = [fields[0].split("-") for fields in lines if fields[_NAME:] == ["[heap]"]]
     if not ranges:
         return 0, 0
     start, end = int(ranges[0][0], 16), int(ranges[-1][1], 16)

@@ -255,7 +255,9 @@ class Session:
         faults = self._take_faults()
         if case.schedule is not None:
             self._finish_planned_step(case, recorder)
-        elif not (compiled or self._rehearses or case.lets_grow(recorder)) and case.repeats:
+        elif not case.repeats:
+            case.count_pause()
+        elif not (compiled or self._rehearses or case.lets_grow(recorder)):
             case.add(recorder)
             case.add_rehearsed(self.engine.recomputer.rehearsed)
             if self._shares.may_divide_again(case):
@@ -286,7 +288,8 @@ class Session:
     def _check_repeats(self, case: Case) -> None:
         if not case.repeats:
             self._fall_back(
-                f"step kind {case.number} is different every time; it runs without a plan"
+                f"step kind {case.number} was different every time; its next {case.pause_steps} "
+                "run without a plan, then it is measured again"
             )
 
     def _finish_planned_step(self, case: Case, recorder: StepRecorder) -> None:

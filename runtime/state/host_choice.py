@@ -15,6 +15,7 @@ from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.census import STATES_OF_UNKNOWN, states_to_come
 from teraplan.runtime.pinned_pool import PAGE_BYTES
 from teraplan.runtime.state.host_twins import ALIGNMENT, is_dense
+from teraplan.runtime.state.movable import is_plain
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.units import MIB
 
@@ -48,6 +49,7 @@ def fits(parameter: torch.Tensor, device_type: str) -> bool:
     return (
         parameter.device.type == device_type
         and parameter.nbytes >= MIN_SLOT_BYTES
+        and is_plain(parameter)
         and is_dense(parameter)
     )
 
@@ -68,7 +70,7 @@ def candidates(
 ) -> list[torch.Tensor]:
     """Parameters that could be updated on the host, those of the last layers first."""
     everything = list(parameters_of(optimizer))
-    strided = [p for p in everything if p.layout == torch.strided]
+    strided = [p for p in everything if p.layout == torch.strided and is_plain(p)]
     holders = Counter(p.untyped_storage().data_ptr() for p in strided)
     stays = min(everything, key=lambda p: p.nbytes, default=None)
     found = []

@@ -21,6 +21,7 @@ from teraplan.errors import UnsupportedError
 from teraplan.runtime.state import attachment, hidden_state
 from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.host_state import is_updated_on_host
+from teraplan.runtime.state.movable import is_plain
 from teraplan.runtime.state.per_parameter import updates_each_by_itself
 from teraplan.runtime.state.random_numbers import has_drawn, random_state
 from teraplan.runtime.state.sliced_update import Cut, cut_up, step_in_slices
@@ -342,7 +343,7 @@ class OptimizerSteps:
     def _order_matters(self, optimizer: Optimizer) -> bool:
         """True where state is made, random numbers are drawn, or one memory is updated twice."""
         updated = [p for p in parameters_of(optimizer) if p.grad is not None]
-        dense = [p for p in updated if p.layout == torch.strided]
+        dense = [p for p in updated if p.layout == torch.strided and is_plain(p)]
         memories = {p.untyped_storage().data_ptr() for p in dense}
         return (
             optimizer not in self._draws_nothing

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import resource
 from pathlib import Path
 
 from teraplan.errors import IntegrityError, StorageError, StorageFullError
@@ -98,11 +99,27 @@ def _named(error: OSError, chunk: Chunk, arena: Arena, directory: Path) -> Stora
         f"{chunk.transfer.label}: {'write' if is_write else 'read'} of "
         f"{format_nbytes(chunk.nbytes)} at offset {chunk.place.offset} of the spill file in "
         f"{directory} failed ({cause})"
-        + (_full_advice(arena, directory) if kind is StorageFullError else "")
+        + (_full_advice(error, arena, directory) if kind is StorageFullError else "")
     )
     named.errno = error.errno
     return named
 
 
-def _full_advice(arena: Arena, directory: Path) -> str:
-    return f"; {format_nbytes(arena.available_bytes(directory))} are free there"
+def _full_advice(error: OSError, arena: Arena, directory: Path) -> str:
+    free = format_nbytes(arena.available_bytes(directory))
+    return f"; {free} are {arena.room}; {remedy_of(error, arena)}"
+
+
+def remedy_of(error: OSError, arena: Arena) -> str:
+    """What people can do where a file cannot grow."""
+    if error.errno == errno.EDQUOT:
+        return "your quota there is used up: delete files, or name another storage directory"
+    if error.errno != errno.EFBIG:
+        return arena.remedy
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit == resource.RLIM_INFINITY:
+        return "the file system has no larger files: name more storage directories"
+    return (
+        f"files of this process may have {format_nbytes(limit)}: raise that limit (ulimit -f), or "
+        "name more storage directories"
+    )

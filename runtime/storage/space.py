@@ -4,7 +4,7 @@ from pathlib import Path
 
 from teraplan.errors import StorageError, StorageFullError
 from teraplan.runtime.storage.arena import Arena
-from teraplan.runtime.storage.chunk_io import FULL
+from teraplan.runtime.storage.chunk_io import FULL, remedy_of
 from teraplan.runtime.storage.extents import GRANULE_BYTES, ExtentAllocator, round_up
 from teraplan.units import format_nbytes
 
@@ -68,7 +68,7 @@ class Space:
             f"{format_nbytes(self._arena.available_bytes(self._directory))} are "
             f"{self._arena.room} and "
             f"{format_nbytes(self.free_bytes)} in the spill file ({cause.strerror}); "
-            f"{self._arena.remedy}"
+            f"{remedy_of(cause, self._arena)}"
         )
         full.errno = cause.errno
         raise full from cause

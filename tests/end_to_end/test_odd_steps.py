@@ -42,6 +42,33 @@ def test_batches_that_are_passed_over(bad: tuple[int, ...]) -> None:
     assert limited.final.phase == "planned"
 
 
+def test_steps_that_were_interrupted_while_they_were_measured() -> None:
+    """Done anew they are as of two batches, and each is unlike the one before."""
+    num_steps = 34
+
+    def program(this: Run) -> None:
+        net = MLP()
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(num_steps):
+            if step in (1, 3, 5, 7):
+                torch.autograd.backward(net(*net.batch(step)))
+                optimizer.zero_grad()
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    reference = unlimited(program, kernels="aot_eager")
+    limited = tight(program, reference, 0.5, kernels="aot_eager")
+    assert_same(reference, limited)
+    phases = [status.phase for status in limited.statuses]
+    assert phases[10] == "unplanned"
+    assert "run without a plan, then it is measured again" in str(limited.final.fallbacks)
+    assert phases[-1] == "planned"
+
+
 def growing(when: int, what: str) -> Program:
     """A program that takes memory for good in the step `when`, between forward and backward."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import teraplan
 from teraplan.errors import FallbackRefusedError
@@ -54,6 +55,26 @@ def test_a_view_from_before_the_first_step_stays_one() -> None:
         assert torch.equal(kept[0], weight(net, 2))
 
     check(training(adamw, make_model=make_model, between=between))
+
+
+def test_a_parameter_that_has_others_within_it_stays() -> None:
+    """As those of FSDP: there is no memory to ask for."""
+
+    def program(this: Run) -> None:
+        net = model()
+        net.register_parameter(
+            "pair", nn.Parameter(TwoTensor(torch.ones(WIDTH), torch.ones(WIDTH)))
+        )
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        for step in range(STEPS):
+            loss = net(*net.batch(step)) + net.pair.square().mean().a
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net.layers, others=[net.pair.a, net.pair.b])
+            optimizer.zero_grad()
+
+    check(program, budget=9 << 18, kernels="aot_eager")
 
 
 # -- parameters that come, go and change -----------------------------------------------------------

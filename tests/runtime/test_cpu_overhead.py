@@ -1,7 +1,10 @@
 """What the process holds beside tensors: counted without leaving anything behind."""
 
 import gc
+import mmap
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +31,18 @@ def _resident_after_trim() -> int:
     gc.collect()
     Malloc().trim()
     return process_memory.resident_bytes()
+
+
+@pytest.mark.parametrize("name", [b"donn\xe9es.bin", b"x\xe2\x80\xa8y [heap]"])
+def test_names_of_mapped_files_may_be_any_bytes(name: bytes, tmp_path: Path) -> None:
+    """Not in UTF-8, with a Unicode line in it, or like the heap's."""
+    before = process_memory.heap_range()
+    with open(os.path.join(os.fsencode(tmp_path), name), "w+b") as file:
+        file.truncate(1 << 16)
+        with mmap.mmap(file.fileno(), 1 << 16):
+            start, nbytes = process_memory.heap_range()
+    assert start == before[0]
+    assert before[1] <= nbytes < before[1] + 64 * MIB
 
 
 def test_what_counts_all_tensors_leaves_nothing_in_the_process(device: CpuDevice) -> None:

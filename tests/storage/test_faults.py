@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -87,8 +88,34 @@ def test_a_disk_that_fills_up_under_a_write_is_full(
 ) -> None:
     monkeypatch.setattr(posix_arena, "pwritev", Faulty(os.pwritev, _fails_with(errno.ENOSPC)))
     record = _put(storage, memory(MIB))
-    with pytest.raises(StorageFullError, match=r"act3: write .*ENOSPC.*; .* are free there"):
+    message = r"act3: write .*ENOSPC.*; .* are free on disk; free space there"
+    with pytest.raises(StorageFullError, match=message):
         storage.wait(record.write, what="the test")
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "remedy"),
+    [
+        (errno.EFBIG, 3 * MIB, "files of this process may have 3.00 MiB: raise that limit"),
+        (errno.EFBIG, resource.RLIM_INFINITY, "the file system has no larger files: name more"),
+        (errno.EDQUOT, 3 * MIB, "your quota there is used up: delete files, or name"),
+    ],
+)
+def test_what_to_do_where_a_file_cannot_grow(
+    storage: Storage,
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    limit: int,
+    remedy: str,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    for module, call in ((arena, "posix_fallocate"), (posix_arena, "pwritev")):
+        with monkeypatch.context() as patched:
+            real = getattr(module, call)
+            patched.setattr(module, call, Faulty(real, _fails_with(code)))
+            with pytest.raises(StorageFullError, match=remedy):
+                storage.wait(_put(storage, memory(MIB)).write, what="the test")
 
 
 def test_a_file_that_ends_early_is_an_error(storage: Storage, memory: Memory) -> None:
