@@ -21,7 +21,7 @@ from teraplan.runtime.state.not_used_yet import NotUsedYet
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.runtime.state.training_state import TrainingState
-from teraplan.runtime.state.update_needs import TEMPORARIES, num_temporaries
+from teraplan.runtime.state.update_needs import TEMPORARIES, num_temporaries, temporary_bytes
 from teraplan.units import format_nbytes
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class StateKeeper:
         self._updates_in_step = ""
         """Why no parameter is updated in the backward although they are to be."""
         self._tensors_at_once, self._num_temporaries = _TENSORS_AT_ONCE, TEMPORARIES
-        self._largest_bytes = 0
+        self._largest_bytes = self._together_bytes = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
         """Those that there were when the first graph was compiled."""
         self._met = WeakIdKeyDictionary()
@@ -149,8 +149,9 @@ class StateKeeper:
 
     @property
     def update_bytes(self) -> int:
-        """What the update of one parameter needs beside its state."""
-        return self._num_temporaries * self._largest_bytes
+        """What an update needs beside the state: of one parameter, or of all where they stay."""
+        of_all = 0 if self.moves else self._together_bytes
+        return max(self._num_temporaries * self._largest_bytes, of_all)
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
@@ -160,6 +161,7 @@ class StateKeeper:
         self._tensors_at_once = max(self._tensors_at_once, 2 + states)
         if optimizers:
             self._num_temporaries = max(map(num_temporaries, optimizers))
+            self._together_bytes = max(map(temporary_bytes, optimizers))
         to_come = _parameters(self._to_come(optimizers)) if self._looks_ahead else []
         self.expect(list(dict.fromkeys([*used, *to_come])))
         if self.state is not None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from teraplan.runtime.census import STATES_OF_UNKNOWN, states_to_come
 from teraplan.runtime.state.taken_gradient import TakenGradient, gone
@@ -49,7 +50,7 @@ def num_temporaries(optimizer: Optimizer) -> int:
 def _is_plain(optimizer: Optimizer) -> bool:
     """True for SGD whose parameters are updated one by one."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    several = any(group.get("foreach") for group in optimizer.param_groups)
+    several = any(map(_is_together, optimizer.param_groups))
     return type(optimizer) is torch.optim.SGD and not several and all(p.is_cpu for p in parameters)
 
 
@@ -59,6 +60,16 @@ def _of_group(group: dict[str, Any]) -> int:
 
 def temporary_bytes(optimizer: Optimizer) -> int:
     """What a step over the parameters in `param_groups` allocates for all of them at once."""
-    several = (group["params"] for group in optimizer.param_groups if group.get("foreach"))
+    several = (group["params"] for group in optimizer.param_groups if _is_together(group))
     nbytes: int = TEMPORARIES * sum(p.nbytes for parameters in several for p in parameters)
     return nbytes
+
+
+def _is_together(group: dict[str, Any]) -> bool:
+    """True if one kernel updates many parameters: asked for, or PyTorch's own choice on a GPU."""
+    asked = group.get("foreach")
+    if asked is not None or "foreach" not in group or group.get("fused"):
+        return bool(asked)
+    differentiable = bool(group.get("differentiable"))
+    _, together = _default_to_fused_or_foreach(group["params"], differentiable, use_fused=False)
+    return together

@@ -1,6 +1,7 @@
 """Parameters that share, get and lose their memory while the training state moves."""
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -61,17 +62,17 @@ def test_a_parameter_that_has_others_within_it_stays() -> None:
     """As those of FSDP: there is no memory to ask for."""
 
     def program(this: Run) -> None:
-        net = model()
-        net.register_parameter(
-            "pair", nn.Parameter(TwoTensor(torch.ones(WIDTH), torch.ones(WIDTH)))
-        )
+        net, make_pair = model(), cast("Any", TwoTensor)
+        pair = make_pair(torch.ones(WIDTH), torch.ones(WIDTH))
+        net.register_parameter("pair", nn.Parameter(pair))
         this.compile(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
         for step in range(STEPS):
-            loss = net(*net.batch(step)) + net.pair.square().mean().a
+            mean: Any = net.get_parameter("pair").square().mean()
+            loss = net(*net.batch(step)) + mean.a
             torch.autograd.backward(loss)
             optimizer.step()
-            this.record(loss, net.layers, others=[net.pair.a, net.pair.b])
+            this.record(loss, net.layers, others=[pair.a, pair.b])
             optimizer.zero_grad()
 
     check(program, budget=9 << 18, kernels="aot_eager")
