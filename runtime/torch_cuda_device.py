@@ -1,6 +1,7 @@
 """CUDA's calls as torch makes them: the one file that names them. Not run on a GPU."""
 
 import ctypes
+from contextlib import suppress
 from types import ModuleType
 from typing import final
 
@@ -24,6 +25,7 @@ class TorchCuda(CudaRuntime):
         self.index = torch.cuda.current_device() if index is None else index
         self.device = torch.device("cuda", self.index)
         self.name = torch.cuda.get_device_name(self.index)
+        self._written_to = self.empty(1)
 
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self.device)
@@ -111,12 +113,10 @@ class TorchCuda(CudaRuntime):
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def _forget_error(self) -> None:
-        # A failed call leaves its error behind for whoever launches the next kernel: take it here.
-        try:
-            torch.zeros(1, device=self.device)
-        except RuntimeError as error:
-            if "out of memory" in str(error):
-                raise
+        # A failed call leaves its error behind for whoever launches the next kernel: launch one that
+        # takes no memory, which the error may be about. One of the device itself comes again.
+        with suppress(RuntimeError):
+            self._written_to.zero_()
 
 
 def _torch(stream: Stream) -> torch.cuda.Stream:

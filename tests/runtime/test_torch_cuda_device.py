@@ -1,0 +1,69 @@
+"""The calls to CUDA, with answers of torch's that are made up."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from teraplan.runtime import torch_cuda_device
+from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.torch_cuda_device import TorchCuda
+from teraplan.units import MIB
+
+OUT_OF_MEMORY = 2
+
+
+class _Runtime(ModuleType):
+    """Refuses to register memory, and leaves that error behind for the next kernel."""
+
+    left_behind = ""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.left_behind = (
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ..."
+        )
+        return OUT_OF_MEMORY
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.left_behind = "CUDA error: invalid argument"
+        return 1
+
+
+class _OnDevice(torch.Tensor):
+    """What launches a kernel on it reports the error that has been left behind, once."""
+
+    runtime: _Runtime
+
+    def zero_(self) -> torch.Tensor:
+        text, self.runtime.left_behind = self.runtime.left_behind, ""
+        if text:
+            raise RuntimeError(text)
+        return self
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
+    """Of a device of which there is none."""
+    runtime = _Runtime("cudart")
+
+    def empty(_: TorchCuda, nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8).as_subclass(_OnDevice)
+        tensor.runtime = runtime
+        return tensor
+
+    monkeypatch.setattr(TorchCuda, "empty", empty)
+    monkeypatch.setattr(torch_cuda_device, "_cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return runtime
+
+
+def test_memory_that_cannot_be_registered_is_pageable(runtime: _Runtime) -> None:
+    cuda = TorchCuda()
+    pool = PinnedPool(MIB, pin=cuda.pin, unpin=cuda.unpin)
+    pool.prepare()
+    assert "CUDA error 2" in pool.why_not_pinned
+    assert runtime.left_behind == "", "the next kernel would report it"
+    pool.close()
+    cuda.unpin(0)
+    assert runtime.left_behind == ""
