@@ -9,7 +9,7 @@ freed, later work of that stream may use it again at once.
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,14 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block this thread, without the GIL, until all work before it has ended."""
         ...
+
+
+class Reserved(NamedTuple):
+    """Memory that the allocator has of the device."""
+
+    nbytes: int
+    releasable_bytes: int
+    """Of these, what `empty_cache` can give back: segments in which no tensor has a part."""
 
 
 class CudaRuntime(ABC):
@@ -101,12 +109,16 @@ class CudaRuntime(ABC):
         """Why kernels cannot use pinned host memory by its address; "" if they can."""
 
     @abstractmethod
-    def memory(self, kind: str, which: str) -> int:
-        """Bytes by the allocator: `kind` "allocated" or "reserved", `which` "current" or "peak"."""
+    def allocated(self, which: str) -> int:
+        """Bytes that the allocator has given to tensors; `which` "current" or "peak"."""
+
+    @abstractmethod
+    def reserved(self) -> Reserved:
+        """What the allocator has of the device. Some 300 numbers are put together for that."""
 
     @abstractmethod
     def reset_peaks(self) -> None:
-        """Let both peaks start from what is in use now."""
+        """Let the peak start from what is in use now."""
 
     @abstractmethod
     def empty_cache(self) -> None:

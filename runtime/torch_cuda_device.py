@@ -3,12 +3,12 @@
 import ctypes
 from contextlib import suppress
 from types import ModuleType
-from typing import final
+from typing import Any, final
 
 import torch
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
+from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Reserved, Stream
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
 _MAPPED = 2  # cudaHostRegisterMapped: kernels can use it
@@ -98,10 +98,17 @@ class TorchCuda(CudaRuntime):
             return f"cuPointerGetAttribute failed with CUDA error {code}"
         return "" if found.value == address else "kernels know it by another address"
 
-    def memory(self, kind: str, which: str) -> int:
-        # The flat `memory_stats` sorts a dictionary of a hundred keys: too slow for every site.
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(stats[f"{kind}_bytes"]["all"][which]) if stats else 0
+    def allocated(self, which: str) -> int:
+        stats = self._figures()
+        return _of_all(stats, "allocated_bytes", which)
+
+    def reserved(self) -> Reserved:
+        stats = self._figures()
+        nbytes, allocated, split = (
+            _of_all(stats, kind, "current")
+            for kind in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
+        )
+        return Reserved(nbytes, nbytes - allocated - split)
 
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -112,11 +119,20 @@ class TorchCuda(CudaRuntime):
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
+    def _figures(self) -> dict[str, Any]:
+        # The flat `memory_stats` sorts them as well.
+        return torch.cuda.memory_stats_as_nested_dict(self.device)
+
     def _forget_error(self) -> None:
-        # A failed call leaves its error behind for whoever launches the next kernel: launch one that
-        # takes no memory, which the error may be about. One of the device itself comes again.
+        # A failed call leaves its error behind for whoever launches the next kernel. Launch one, and
+        # take no memory for it: the error may be about that. One of the device itself comes again.
         with suppress(RuntimeError):
             self._written_to.zero_()
+
+
+def _of_all(stats: dict[str, Any], kind: str, which: str) -> int:
+    """A figure for all of the allocator's pools together; 0 before CUDA was used."""
+    return int(stats[kind]["all"][which]) if stats else 0
 
 
 def _torch(stream: Stream) -> torch.cuda.Stream:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
+from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Reserved, Stream
 
 POISON = 0xEE
 LONGEST_S = 20.0
@@ -133,6 +133,8 @@ class FakeCuda(CudaRuntime):
         self.calls: list[tuple[str, str]] = []
         """What was asked for, and on which stream."""
         self.pinned: dict[int, int] = {}
+        self.cached_bytes = self.split_bytes = 0
+        """What the allocator has beside tensors, and of it what lies in segments with a tensor."""
         self.used: list[str] = []
         self.why_not_pinned = why_not_pinned
         self.error_after_copy = ""
@@ -224,14 +226,21 @@ class FakeCuda(CudaRuntime):
     def why_not_shown(self, address: int) -> str:
         return "" if self._is_pinned(address, 1) else f"{address:#x} is not pinned"
 
-    def memory(self, kind: str, which: str) -> int:
+    def allocated(self, which: str) -> int:
         return self._memory.peak if which == "peak" else self._memory.in_use_bytes
+
+    def reserved(self) -> Reserved:
+        in_use = self._memory.in_use_bytes
+        cached, releasable = self.cached_bytes, self.cached_bytes - self.split_bytes
+        self.calls.append(("reserved", ""))
+        return Reserved(in_use + cached, releasable)
 
     def reset_peaks(self) -> None:
         self._memory.peak = self._memory.in_use_bytes
 
     def empty_cache(self) -> None:
         self.calls.append(("empty_cache", ""))
+        self.cached_bytes = self.split_bytes
 
     def free_bytes(self) -> int:
         return 1 << 30

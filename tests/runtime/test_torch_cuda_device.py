@@ -58,6 +58,19 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
     return runtime
 
 
+def test_what_lies_beside_a_tensor_cannot_be_given_back(
+    runtime: _Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"reserved_bytes": 100, "allocated_bytes": 60, "inactive_split_bytes": 30}
+    stats = {kind: {"all": {"current": nbytes, "peak": 90}} for kind, nbytes in figures.items()}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
+    cuda = TorchCuda()
+    assert cuda.reserved() == (100, 10)
+    assert (cuda.allocated("current"), cuda.allocated("peak")) == (60, 90)
+    stats.clear()  # nothing has been allocated
+    assert cuda.reserved() == (0, 0)
+
+
 def test_memory_that_cannot_be_registered_is_pageable(runtime: _Runtime) -> None:
     cuda = TorchCuda()
     pool = PinnedPool(MIB, pin=cuda.pin, unpin=cuda.unpin)
