@@ -28,7 +28,7 @@ from teraplan.runtime.cuda_cache import CachedMemory
 from teraplan.runtime.cuda_log import DeviceLog
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event
 from teraplan.runtime.cuda_tiers import CudaTiers
-from teraplan.runtime.device import Arrival, Beside, Copy, Device
+from teraplan.runtime.device import Arrival, Beside, Copy, Device, DeviceStall
 from teraplan.runtime.event_waiter import EventWaiter
 from teraplan.runtime.host_lane import HostLane, StreamLane
 from teraplan.runtime.host_tier import HostTier
@@ -226,7 +226,7 @@ class CudaDevice(Device):
         self._cached.step_has_ended()
         return self._log.take_transfers()
 
-    def take_stalls(self) -> tuple[tuple[str, int, int], ...]:
+    def take_stalls(self) -> tuple[DeviceStall, ...]:
         return self._log.take_stalls()
 
     # -- transfers -----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from teraplan.run_record import TransferRecord
 from teraplan.runtime import fallbacks
 from teraplan.runtime.budget_shares import BudgetShares
 from teraplan.runtime.case import Case
-from teraplan.runtime.device import Device
+from teraplan.runtime.device import Device, DeviceStall
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.feedback import learn
 from teraplan.runtime.optimizer_watch import watch_optimizers
@@ -249,12 +249,12 @@ class Session:
             self.device.let_go(beyond_bytes)
             self.device.take_peak()
         self.steps += 1
-        self.last_transfers = self.device.take_transfers()
+        self.last_transfers, stalls = self.device.take_transfers(), self.device.take_stalls()
         compiled = self._compiles_entered != self._compiles_seen
         self._compiles_seen = self._compiles_entered  # what came later is the next step's
         faults = self._take_faults()
         if case.schedule is not None:
-            self._finish_planned_step(case, recorder)
+            self._finish_planned_step(case, recorder, stalls)
         elif not (compiled or self._rehearses or case.lets_grow(recorder)) and case.repeats:
             case.add(recorder)
             case.add_rehearsed(self.engine.recomputer.rehearsed)
@@ -289,13 +289,15 @@ class Session:
                 f"step kind {case.number} is different every time; it runs without a plan"
             )
 
-    def _finish_planned_step(self, case: Case, recorder: StepRecorder) -> None:
+    def _finish_planned_step(
+        self, case: Case, recorder: StepRecorder, stalls: Iterable[DeviceStall]
+    ) -> None:
         assert case.schedule is not None
-        engine = self.engine
+        engine, moved = self.engine, self.last_transfers
         if engine.diverged_at is not None:
             self.diverged_steps += 1
         plan, step = case.schedule.plan, case.schedule.step
-        case.add_run(run_record(self.steps - 1, step, recorder, engine, self.last_transfers))
+        case.add_run(run_record(self.steps - 1, step, recorder, engine, moved, stalls))
         if case.num_runs in _RUNS_WRITTEN_AT:
             self.reports.write_runs(case.number, plan, case.runs)
         peak_bytes, budget_bytes = self.actual_peak_bytes(), plan.budgets.device_bytes

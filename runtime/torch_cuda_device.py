@@ -124,8 +124,8 @@ class TorchCuda(CudaRuntime):
         return torch.cuda.memory_stats_as_nested_dict(self.device)
 
     def _forget_error(self) -> None:
-        # A failed call leaves its error behind for whoever launches the next kernel. Launch one, and
-        # take no memory for it: the error may be about that. One of the device itself comes again.
+        # A failed call leaves its error behind for whoever launches the next kernel. Launch one,
+        # and take no memory for it, which the error may be about. One of the device comes again.
         with suppress(RuntimeError):
             self._written_to.zero_()
 
