@@ -201,7 +201,7 @@ class FakeCuda(CudaRuntime):
         self.used.append(_fake(stream).name)
 
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        whole = torch.empty(0, dtype=torch.uint8)
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
         whole.set_(storage, 0, (storage.nbytes(),), (1,))
         return whole
 
