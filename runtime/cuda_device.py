@@ -91,7 +91,10 @@ class CudaDevice(Device):
             granule_bytes=_HOST_GRANULE_BYTES,
         )
         self.host_pool = self.pool
-        self._waiters = EventWaiter("teraplan-to-host"), EventWaiter("teraplan-from-host")
+        self._waiters = (
+            EventWaiter("teraplan-to-host", cuda.enter_thread),
+            EventWaiter("teraplan-from-host", cuda.enter_thread),
+        )
         # One engine of the device serves each direction: copies of both tiers share its stream.
         self._streams = (
             self.staging.streams

@@ -40,7 +40,11 @@ class Reserved(NamedTuple):
 
 
 class CudaRuntime(ABC):
-    """One device. Methods may be called from any thread; none blocks unless it says so."""
+    """One device. Methods may be called from any thread; none blocks unless it says so.
+
+    A thread of ours calls `enter_thread` before anything else, and before it waits for events: in
+    one that does not, some of CUDA's calls take memory of the machine's first GPU for themselves.
+    """
 
     name: str
     type: str
@@ -91,6 +95,10 @@ class CudaRuntime(ABC):
     @abstractmethod
     def elapsed_ns(self, start: Event, end: Event) -> int:
         """Time between two timing events that have ended."""
+
+    @abstractmethod
+    def enter_thread(self) -> None:
+        """Make this device current in the calling thread, for good."""
 
     @abstractmethod
     def work_on(self, stream: Stream) -> None:

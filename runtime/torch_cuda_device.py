@@ -70,8 +70,11 @@ class TorchCuda(CudaRuntime):
         elapsed_ms: float = start.elapsed_time(end)
         return round(elapsed_ms * 1e6)
 
-    def work_on(self, stream: Stream) -> None:
+    def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
+
+    def work_on(self, stream: Stream) -> None:
+        self.enter_thread()
         torch.cuda.set_stream(_torch(stream))
 
     def pin(self, address: int, nbytes: int) -> str:
