@@ -136,6 +136,7 @@ class FakeCuda(CudaRuntime):
         self.calls: list[tuple[str, str]] = []
         """What was asked for, and on which stream."""
         self.pinned: dict[int, int] = {}
+        self.free_device_bytes = 1 << 30
         self.cached_bytes = self.split_bytes = 0
         """What the allocator has beside tensors, and of it what lies in segments with a tensor."""
         self.strangers: set[str] = set()
@@ -259,7 +260,7 @@ class FakeCuda(CudaRuntime):
         self.cached_bytes = self.split_bytes
 
     def free_bytes(self) -> int:
-        return 1 << 30
+        return self.free_device_bytes
 
     def _must_be_entered(self) -> None:
         """A program's own threads have used the device; those of ours have to enter it."""
