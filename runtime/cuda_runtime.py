@@ -134,4 +134,4 @@ class CudaRuntime(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Device memory that no process has."""
+        """Device memory that no process has, and that the allocator of this one may take."""

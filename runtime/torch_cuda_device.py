@@ -120,7 +120,11 @@ class TorchCuda(CudaRuntime):
         torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.device)[0])
+        free, total = torch.cuda.mem_get_info(self.device)
+        # torch.cuda.set_per_process_memory_fraction; older versions of torch do not tell it
+        fraction_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        allowed = int(total * fraction_of(self.device)) - self.reserved().nbytes
+        return max(0, min(free, allowed))
 
     def _figures(self) -> dict[str, Any]:
         # The flat `memory_stats` sorts them as well.

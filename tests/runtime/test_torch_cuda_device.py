@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from teraplan.runtime import torch_cuda_device
+from teraplan.runtime.cuda_runtime import Reserved
 from teraplan.runtime.pinned_pool import PinnedPool
 from teraplan.runtime.torch_cuda_device import TorchCuda
 from teraplan.units import MIB
@@ -69,6 +70,22 @@ def test_what_lies_beside_a_tensor_cannot_be_given_back(
     assert (cuda.allocated("current"), cuda.allocated("peak")) == (60, 90)
     stats.clear()  # nothing has been allocated
     assert cuda.reserved() == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "free"), [(1.0, 70), (0.5, 40), (0.05, 0), (None, 70)], ids=str
+)
+def test_what_is_free_is_no_more_than_the_process_may_have(
+    fraction: float | None, free: int, runtime: _Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (70, 100))
+    monkeypatch.setattr(TorchCuda, "reserved", lambda _: Reserved(10, 0))
+    name = "get_per_process_memory_fraction"
+    if fraction is None:  # an older version
+        monkeypatch.delattr(torch.cuda, name)
+    else:
+        monkeypatch.setattr(torch.cuda, name, lambda _: fraction)
+    assert TorchCuda().free_bytes() == free
 
 
 def test_memory_that_cannot_be_registered_is_pageable(runtime: _Runtime) -> None:
