@@ -168,7 +168,7 @@ class CudaDevice(Device):
             device_capacity_bytes=self.capacity_bytes(),
             host_capacity_bytes=host_bytes,
             storage_capacity_bytes=self.storage.free_bytes + self.storage.bytes_in_use,
-            host_link=host_link(self.type) if host_bytes else None,
+            host_link=host_link(str(self.cuda.device)) if host_bytes else None,
             storage_link=storage_link(directories, encrypt=self.storage.encrypts)
             if directories
             else None,

@@ -74,7 +74,7 @@ def host_link(device: str | None = None, *, refresh: bool = False) -> Link | Non
     key = f"host {platform.node()} {_model(device)}"
     link = None if refresh else _remembered(key)
     if link is None:
-        link = _measure_memory() if device == "cpu" else _measure_accelerator()
+        link = _measure_memory() if device == "cpu" else _measure_accelerator(device)
         keep(key, asdict(link), version=_VERSION)
     return link
 
@@ -266,7 +266,9 @@ def _accelerator() -> str | None:
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
-    return "cuda" if found is not None and found.type == "cuda" else None
+    if found is None or found.type != "cuda":
+        return None
+    return f"cuda:{torch.accelerator.current_device_index()}"
 
 
 def _model(device: str) -> str:
@@ -278,8 +280,10 @@ def _model(device: str) -> str:
     return f"{device} {torch.get_device_module(device).get_device_name(device)}"
 
 
-def _measure_accelerator() -> Link:
+def _measure_accelerator(device: str) -> Link:
+    import torch
+
     from teraplan.runtime.accelerator_link import measure_link
     from teraplan.runtime.torch_cuda_device import TorchCuda
 
-    return measure_link(TorchCuda())
+    return measure_link(TorchCuda(torch.device(device).index))

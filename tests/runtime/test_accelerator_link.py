@@ -1,9 +1,11 @@
 """The speed of the link to a GPU, with streams that are threads."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from teraplan.runtime import accelerator_link, process_memory
+from teraplan.runtime import accelerator_link, links, process_memory, torch_cuda_device
 from teraplan.runtime.accelerator_link import measure_link
 from teraplan.units import GIB, MIB
 from tests.fakes.fake_cuda import FakeCuda
@@ -58,3 +60,27 @@ def test_a_device_that_fails_keeps_nothing_either() -> None:
         measure_link(cuda)
     assert not cuda.pinned
     cuda.close()
+
+
+def test_the_link_is_that_of_the_gpu_that_is_named_or_current(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
+    monkeypatch.setattr(accelerator_link, "_COPIED_BYTES", 64 * MIB)
+    opened: list[tuple[int, FakeCuda]] = []
+
+    def open_one(index: int) -> FakeCuda:
+        opened.append((index, FakeCuda(slowest_s=0.0)))
+        return opened[-1][1]
+
+    monkeypatch.setattr(torch_cuda_device, "TorchCuda", open_one)
+    measured = links.host_link()
+    assert measured == links.host_link("cuda:3"), "remembered"
+    links.host_link("cuda:1")
+    assert [index for index, _ in opened] == [3, 1]
+    for _, cuda in opened:
+        cuda.close()
