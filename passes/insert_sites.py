@@ -218,7 +218,7 @@ def _insert_saves(
             )
         token.meta[KEPT_STRIDE] = strides[slot]
         with saved.meta["val"].fake_mode:
-            token.meta["val"] = torch.empty(1, dtype=torch.int64)
+            token.meta["val"] = torch.empty(1, dtype=torch.int64, device="cpu")
         if "saved_tensor_with_no_vc_check" in saved.meta:
             token.meta["saved_tensor_with_no_vc_check"] = saved.meta[
                 "saved_tensor_with_no_vc_check"

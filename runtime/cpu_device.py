@@ -88,9 +88,9 @@ class _Arrival(Arrival):
         remainder, alignment = copy.remainder
         # The pool's memory begins at a page, as that of the tensor did.
         spare_bytes = remainder if copy.pooled else alignment - 1
-        landing = torch.empty(copy.nbytes + spare_bytes, dtype=torch.uint8)
+        landing = _empty(copy.nbytes + spare_bytes)
         if copy.pooled and not device.pool.owns(landing.data_ptr()):
-            landing = torch.empty(copy.nbytes + alignment, dtype=torch.uint8)
+            landing = _empty(copy.nbytes + alignment)
         address = landing.data_ptr()
         self._landing, self._offset = landing, (remainder - address) % alignment
         self._reads = device.tiers.get(
@@ -310,7 +310,7 @@ class CpuDevice(Device):
         return _Arrival(copy, self, urgent=urgent)
 
     def empty(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype)
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
     def take_transfers(self) -> tuple[TransferRecord, ...]:
         transfers, self._transfers = tuple(self._transfers), []
@@ -370,6 +370,11 @@ class CpuDevice(Device):
     def log_transfers(self, moves: Iterable[Moved]) -> None:
         """Remember what has been moved."""
         self._transfers += [record_of(move, move.transfer.label) for move in moves]
+
+
+def _empty(nbytes: int) -> torch.Tensor:
+    """On the CPU, whatever the program's default device is."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 _alive: "weakref.WeakSet[CpuDevice]" = weakref.WeakSet()

@@ -24,10 +24,11 @@ from teraplan.errors import FallbackRefusedError
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import TransferRecord
 from teraplan.runtime import fallbacks
+from teraplan.runtime.cuda_cache import CachedMemory
 from teraplan.runtime.cuda_log import DeviceLog
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event
 from teraplan.runtime.cuda_tiers import CudaTiers
-from teraplan.runtime.device import Arrival, Beside, Copy, Device
+from teraplan.runtime.device import Arrival, Beside, Copy, Device, DeviceStall
 from teraplan.runtime.event_waiter import EventWaiter
 from teraplan.runtime.host_lane import HostLane, StreamLane
 from teraplan.runtime.host_tier import HostTier
@@ -51,8 +52,6 @@ _HOST_GRANULE_BYTES = 512
 _STAGING_PER_STORE_BYTES = 256 * MIB
 _STAGING_FRACTION = 0.25
 """Most of the host budget that staging takes, if there is that much."""
-_WORTH_EMPTYING_BYTES = 64 * MIB
-"""Less cached memory than this is not worth stopping the device to give it back."""
 
 
 class CudaDevice(Device):
@@ -76,7 +75,7 @@ class CudaDevice(Device):
         self.name, self.type = cuda.name, cuda.type
         self._deadline_s = deadline_s
         self._owner_pid, self._closed = os.getpid(), False
-        self._log = DeviceLog(cuda)
+        self._log, self._cached = DeviceLog(cuda), CachedMemory(cuda)
         direct = storage.takes_device_memory
         if staging_bytes is None:
             staging_bytes = 0 if direct else _staging_bytes(host_bytes, len(storage.stores))
@@ -92,7 +91,10 @@ class CudaDevice(Device):
             granule_bytes=_HOST_GRANULE_BYTES,
         )
         self.host_pool = self.pool
-        self._waiters = EventWaiter("teraplan-to-host"), EventWaiter("teraplan-from-host")
+        self._waiters = (
+            EventWaiter("teraplan-to-host", cuda.enter_thread),
+            EventWaiter("teraplan-from-host", cuda.enter_thread),
+        )
         # One engine of the device serves each direction: copies of both tiers share its stream.
         self._streams = (
             self.staging.streams
@@ -166,28 +168,31 @@ class CudaDevice(Device):
             device_capacity_bytes=self.capacity_bytes(),
             host_capacity_bytes=host_bytes,
             storage_capacity_bytes=self.storage.free_bytes + self.storage.bytes_in_use,
-            host_link=host_link(self.type) if host_bytes else None,
+            host_link=host_link(str(self.cuda.device)) if host_bytes else None,
             storage_link=storage_link(directories, encrypt=self.storage.encrypts)
             if directories
             else None,
         )
 
     def capacity_bytes(self) -> int:
-        reserved = self.cuda.memory("reserved", "current")
-        return reserved + int(self.cuda.free_bytes() * _CAPACITY_FRACTION)
+        return self.cuda.reserved().nbytes + int(self.cuda.free_bytes() * _CAPACITY_FRACTION)
 
     def state_bytes(self) -> int:
         return self.resident_bytes()
 
     def measure_exactly(self) -> None:
-        """The allocator's count is always exact."""
+        """The allocator counts whenever it gives or takes.
+
+        Blocks, each a little larger than its tensor (512 bytes at most, or 1 MiB where that is left
+        of a segment): what a budget is about is the memory that they take, not what was asked for.
+        """
 
     def run_fast(self) -> None:
         self.cuda.empty_cache()  # what measuring left behind, in the sizes of another plan
 
     def resident_bytes(self) -> int:
         beside = self._beside.held_bytes if self._beside is not None else 0
-        return self.cuda.memory("allocated", "current") - beside
+        return self.cuda.allocated("current") - beside
 
     def take_peak(self) -> int:
         peak = self.peak_bytes()
@@ -197,17 +202,13 @@ class CudaDevice(Device):
         return peak
 
     def peak_bytes(self) -> int:
-        return self.cuda.memory("allocated", "peak")
+        return self.cuda.allocated("peak")
 
     def make_room(self, nbytes: int) -> None:
         """The allocator has one heap for all, and takes from it what is cached by itself."""
 
     def keep_under(self, limit_bytes: int, headroom_bytes: int, free_bytes: int = 0) -> None:
-        reserved = self.cuda.memory("reserved", "current")
-        if reserved <= limit_bytes + headroom_bytes:
-            return
-        if reserved - self.cuda.memory("allocated", "current") > _WORTH_EMPTYING_BYTES:
-            self.cuda.empty_cache()
+        self._cached.keep_under(limit_bytes + headroom_bytes)
 
     def open_lane(self) -> HostLane:
         return StreamLane(self.cuda)
@@ -225,9 +226,10 @@ class CudaDevice(Device):
         return self.cuda.elapsed_ns(start, end)
 
     def take_transfers(self) -> tuple[TransferRecord, ...]:
+        self._cached.step_has_ended()
         return self._log.take_transfers()
 
-    def take_stalls(self) -> tuple[tuple[str, int, int], ...]:
+    def take_stalls(self) -> tuple[DeviceStall, ...]:
         return self._log.take_stalls()
 
     # -- transfers -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from time import perf_counter_ns
 from teraplan.hardware import Tier
 from teraplan.run_record import Direction, TransferRecord
 from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
+from teraplan.runtime.device import DeviceStall
 from teraplan.runtime.storage import Transfer
 
 
@@ -86,7 +87,7 @@ class DeviceLog:
         self._tie_clocks()
         return tuple(records)
 
-    def take_stalls(self) -> tuple[tuple[str, int, int], ...]:
+    def take_stalls(self) -> tuple[DeviceStall, ...]:
         """Waits of the device that have ended: label, start (`perf_counter_ns`), ns."""
         stalls = []
         while self._stalls and self._stalls[0][2].query():

@@ -9,7 +9,7 @@ freed, later work of that stream may use it again at once.
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -31,8 +31,20 @@ class Event(Protocol):
         ...
 
 
+class Reserved(NamedTuple):
+    """Memory that the allocator has of the device."""
+
+    nbytes: int
+    releasable_bytes: int
+    """Of these, what `empty_cache` can give back: segments in which no tensor has a part."""
+
+
 class CudaRuntime(ABC):
-    """One device. Methods may be called from any thread; none blocks unless it says so."""
+    """One device. Methods may be called from any thread; none blocks unless it says so.
+
+    A thread of ours calls `enter_thread` before anything else, and before it waits for events: in
+    one that does not, some of CUDA's calls take memory of the machine's first GPU for themselves.
+    """
 
     name: str
     type: str
@@ -85,6 +97,10 @@ class CudaRuntime(ABC):
         """Time between two timing events that have ended."""
 
     @abstractmethod
+    def enter_thread(self) -> None:
+        """Make this device current in the calling thread, for good."""
+
+    @abstractmethod
     def work_on(self, stream: Stream) -> None:
         """Make `stream` and this device current in the calling thread, for good."""
 
@@ -101,12 +117,16 @@ class CudaRuntime(ABC):
         """Why kernels cannot use pinned host memory by its address; "" if they can."""
 
     @abstractmethod
-    def memory(self, kind: str, which: str) -> int:
-        """Bytes by the allocator: `kind` "allocated" or "reserved", `which` "current" or "peak"."""
+    def allocated(self, which: str) -> int:
+        """Bytes that the allocator has given to tensors; `which` "current" or "peak"."""
+
+    @abstractmethod
+    def reserved(self) -> Reserved:
+        """What the allocator has of the device. Some 300 numbers are put together for that."""
 
     @abstractmethod
     def reset_peaks(self) -> None:
-        """Let both peaks start from what is in use now."""
+        """Let the peak start from what is in use now."""
 
     @abstractmethod
     def empty_cache(self) -> None:
@@ -114,4 +134,4 @@ class CudaRuntime(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Device memory that no process has."""
+        """Device memory that no process has, and that the allocator of this one may take."""

@@ -30,6 +30,10 @@ MEASURED_WITHIN_BYTES = 2 << 20
 """So much free memory of a process may be counted as used, in one run more than in another."""
 
 
+DeviceStall = tuple[str, int, int]
+"""A wait of the device for a tensor: its name, start (`time.perf_counter_ns`) and length in ns."""
+
+
 class Copy(ABC):
     """The bytes of one storage in another tier, or on their way there."""
 
@@ -270,11 +274,11 @@ class Device(ABC):
     def take_transfers(self) -> tuple[TransferRecord, ...]:
         """Transfers finished since the last call, with `time.perf_counter_ns` times."""
 
-    def take_stalls(self) -> tuple[tuple[str, int, int], ...]:
+    def take_stalls(self) -> tuple[DeviceStall, ...]:
         """Waits of the computation that did not block its thread, ended since the last call.
 
-        For each the tensor's name, its start (`time.perf_counter_ns`) and its length in ns. Devices
-        that compute in the calling thread have none: there, `wait_out` and `wait` tell all.
+        Called at the end of every step. Devices that compute in the calling thread have none:
+        there, `wait_out` and `wait` tell all.
         """
         return ()
 

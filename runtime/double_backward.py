@@ -49,6 +49,6 @@ def _compiled_node(result: Any) -> Any:  # noqa: ANN401
 def _refusing(gradients: Sequence[torch.Tensor | None], _: object) -> Any:  # noqa: ANN401
     if not torch.is_grad_enabled() or any(g is not None and g.requires_grad for g in gradients):
         return None
-    needs = torch.empty(0, requires_grad=True)
+    needs = torch.empty(0, device="cpu", requires_grad=True)
     refuse: Any = _NotDifferentiable.apply
     return tuple(None if g is None else refuse(needs, g) for g in gradients)

@@ -99,11 +99,6 @@ class Engine:
         return self.graph[2]
 
     @property
-    def saved_bytes(self) -> int:
-        """Of all that the step has saved so far."""
-        return sum(saved.nbytes for saved in self._of_step)
-
-    @property
     def unplanned(self) -> bool:
         """True if the step runs without a plan."""
         return self.schedule is None

@@ -23,7 +23,9 @@ class EventWaiter:
     given to the device before, and the device waits for nothing that this process has yet to do.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, enter_thread: Callable[[], None]) -> None:
+        """With a thread `name`, which calls `enter_thread` first."""
+        self._enter_thread = enter_thread
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         start_thread(self._thread)
@@ -40,6 +42,7 @@ class EventWaiter:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._enter_thread()
         while True:
             item = self._queue.get()
             if item is None:

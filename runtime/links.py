@@ -66,7 +66,7 @@ def host_link(device: str | None = None, *, refresh: bool = False) -> Link | Non
     """Speed between `device` and host memory, None if there is no device beside the host.
 
     For "cpu" it is the way to memory outside of the process, which is its host tier. Without
-    `device` it is the accelerator, if any.
+    `device` it is the GPU, if any.
     """
     device = device or _accelerator()
     if device is None:
@@ -266,7 +266,9 @@ def _accelerator() -> str | None:
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
-    return None if found is None else found.type
+    if found is None or found.type != "cuda":
+        return None
+    return f"cuda:{torch.accelerator.current_device_index()}"
 
 
 def _model(device: str) -> str:
@@ -279,35 +281,9 @@ def _model(device: str) -> str:
 
 
 def _measure_accelerator(device: str) -> Link:
-    """Copies between pinned memory and `device` on streams of their own. Not run on a GPU yet."""
     import torch
 
-    pinned = [torch.empty(4 * _RECORD_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
-    there = [torch.empty_like(block, device=device) for block in pinned]
-    streams = [torch.Stream(device) for _ in range(2)]
+    from teraplan.runtime.accelerator_link import measure_link
+    from teraplan.runtime.torch_cuda_device import TorchCuda
 
-    def seconds(*, out: bool, back: bool) -> float:
-        torch.accelerator.synchronize()
-        started_ns = perf_counter_ns()
-        for _ in range(8):
-            if out:
-                with streams[0]:
-                    pinned[0].copy_(there[0], non_blocking=True)
-            if back:
-                with streams[1]:
-                    there[1].copy_(pinned[1], non_blocking=True)
-        for stream in streams:
-            stream.synchronize()
-        return (perf_counter_ns() - started_ns) / 1e9
-
-    nbytes = 8 * pinned[0].nbytes
-    seconds(out=True, back=True)  # the first copies set things up
-    out, back = (round(nbytes / seconds(out=is_out, back=not is_out)) for is_out in (True, False))
-    both = round(nbytes / seconds(out=True, back=True))
-    return Link(
-        out_bytes_per_s=out,
-        back_bytes_per_s=back,
-        out_while_back_bytes_per_s=min(out, both),
-        back_while_out_bytes_per_s=min(back, both),
-        latency_ns=20_000,
-    )
+    return measure_link(TorchCuda(torch.device(device).index))

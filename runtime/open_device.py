@@ -1,20 +1,23 @@
 """The device back end for the tensors of a graph."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from teraplan.config import Config
-from teraplan.errors import UnsupportedError
+from teraplan.errors import ConfigError, UnsupportedError
 from teraplan.runtime import process_memory
 from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.device import Device
 from teraplan.runtime.storage import Storage, default_directory
 
 _PINNED_SHARE = 0.5
-"""Share of the available host memory that a GPU takes if no host budget is given: pinned memory
-cannot be swapped, and the rest of the machine needs some."""
+"""Share of the available host memory that the GPUs of a training take if no host budget is given:
+pinned memory cannot be swapped, and the rest of the machine needs some."""
+_NUM_PROCESSES = "LOCAL_WORLD_SIZE"
+"""Variable in which torchrun says how many processes of a training share this machine."""
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -30,6 +33,7 @@ def open_device(config: Config, place: torch.device) -> Device:
     Raises:
         UnsupportedError: there is no back end for that type.
         StorageUnusableError, FallbackRefusedError: a storage directory cannot be used.
+        ConfigError: with how many others the host memory is to be shared cannot be told.
     """
     if place.type not in _OPENERS:
         raise UnsupportedError(
@@ -68,7 +72,7 @@ def _open_cuda(config: Config, place: torch.device, storage: Storage) -> Device:
     return CudaDevice(
         TorchCuda(place.index),
         storage,
-        host_bytes=_host_bytes(config, share=_PINNED_SHARE),
+        host_bytes=_host_bytes(config, share=_PINNED_SHARE / _num_processes()),
         deadline_s=config.deadline_s,
         strict=config.strict,
     )
@@ -81,6 +85,18 @@ def _host_bytes(config: Config, *, share: float) -> int:
     if config.host_budget.nbytes is None:  # of the step's peak, which only the plan will know
         return available
     return config.host_budget.nbytes
+
+
+def _num_processes() -> int:
+    """Of this training on this machine."""
+    text = os.environ.get(_NUM_PROCESSES) or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"environment variable {_NUM_PROCESSES}: {text!r} is not a number of processes, by "
+            "which host memory could be divided; unset it, or start them with torchrun, which sets "
+            "it to 1 or more"
+        )
+    return int(text)
 
 
 _OPENERS: Mapping[str, Callable[[Config, torch.device, Storage], Device]] = {

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord, TransferRecord
-from teraplan.runtime.device import Device
+from teraplan.runtime.device import DeviceStall
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.recorder import StepRecorder
 from teraplan.runtime.tiers import record_of
@@ -18,12 +18,13 @@ def run_record(
     recorder: StepRecorder,
     engine: Engine,
     transfers: tuple[TransferRecord, ...],
+    device_stalls: Iterable[DeviceStall],
 ) -> RunRecord:
     """What happened in step number `step`, for which a plan had been made from `trace`."""
     names = _state_names(engine, recorder)
     stalls = (
         *engine.mover.stalls,
-        *_device_stalls(engine.device, recorder, names),
+        *_device_stalls(device_stalls, recorder, names),
         *_waits_for_state(engine, recorder),
     )
     return RunRecord(
@@ -51,12 +52,12 @@ def _counted_peak(trace: StepTrace, recorder: StepRecorder, engine: Engine) -> i
 
 
 def _device_stalls(
-    device: Device, recorder: StepRecorder, names: Mapping[str, str]
+    stalls: Iterable[DeviceStall], recorder: StepRecorder, names: Mapping[str, str]
 ) -> Iterator[StallRecord]:
     """Waits that did not block the computing thread, each at the site that it came after."""
     sites = recorder.site_starts_ns()
-    for tensor, start_ns, duration_ns in device.take_stalls():
-        if start_ns < recorder.start_ns:  # of a step that had no plan
+    for tensor, start_ns, duration_ns in stalls:
+        if start_ns < recorder.start_ns:  # of the step before
             continue
         start = start_ns - recorder.start_ns
         site = max(0, bisect.bisect_right(sites, start) - 1)

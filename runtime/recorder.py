@@ -96,6 +96,11 @@ class StepRecorder:
         return len(self._visits)
 
     @property
+    def saved_bytes(self) -> int:
+        """Of all that the step has saved so far."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
     def calls_gone_back(self) -> set[int]:
         """Numbers of the calls whose backward has begun."""
         return {visit.key[2] for visit in self._visits if visit.key[3]}

@@ -33,7 +33,7 @@ from teraplan.run_record import TransferRecord
 from teraplan.runtime import fallbacks
 from teraplan.runtime.budget_shares import BudgetShares
 from teraplan.runtime.case import Case
-from teraplan.runtime.device import Device
+from teraplan.runtime.device import Device, DeviceStall
 from teraplan.runtime.engine import Engine
 from teraplan.runtime.feedback import learn
 from teraplan.runtime.optimizer_watch import watch_optimizers
@@ -47,6 +47,7 @@ from teraplan.runtime.session_status import describe, status_of
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.step_bounds import StepBounds
+from teraplan.runtime.step_faults import StepFaults
 from teraplan.status import Status
 from teraplan.units import format_nbytes
 
@@ -106,7 +107,7 @@ class Session:
         self._compile_recipe = compile_recipe
         self.last_transfers: tuple[TransferRecord, ...] = ()
         """Of the last whole step."""
-        self._num_stores = len(device.stores())
+        self._faults = StepFaults(self.engine)
         self.reports = ReportFiles(config.report, strict=config.strict)
         self.plans = PlanMaker(
             config, device, self.reports, lambda: self.keeper.chunk_bytes, replayed
@@ -177,8 +178,8 @@ class Session:
             if self._bounds.at_begin():
                 self._begin_step((table.graph, shapes))
             elif self.engine.unplanned:
-                assert self.active is not None
-                self._shares.saw(self.engine.saved_bytes)
+                assert self.active is not None and self.engine.recorder is not None
+                self._shares.saw(self.engine.recorder.saved_bytes)
                 if is_new:
                     self._shares.meet(self.active, table)
                 self.engine.limit_bytes = self._shares.safe_limit(self.active)
@@ -242,19 +243,19 @@ class Session:
         if recorder is None or case is None:
             return
         recorder.finish()
-        self._shares.saw(self.engine.saved_bytes)
+        self._shares.saw(recorder.saved_bytes)
         self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes)
         beyond_bytes = self.device.peak_bytes() - recorder.peak_bytes
         if beyond_bytes > 0:  # it was the user's, between two steps
             self.device.let_go(beyond_bytes)
             self.device.take_peak()
         self.steps += 1
-        self.last_transfers = self.device.take_transfers()
+        self.last_transfers, stalls = self.device.take_transfers(), self.device.take_stalls()
         compiled = self._compiles_entered != self._compiles_seen
         self._compiles_seen = self._compiles_entered  # what came later is the next step's
-        faults = self._take_faults()
+        faults = self._faults.take()
         if case.schedule is not None:
-            self._finish_planned_step(case, recorder)
+            self._finish_planned_step(case, recorder, stalls)
         elif not case.repeats:
             case.count_pause()
         elif not (compiled or self._rehearses or case.lets_grow(recorder)):
@@ -267,16 +268,6 @@ class Session:
             self._check_repeats(case)
         if faults:
             self._plan_around(case, faults)
-
-    def _take_faults(self) -> list[str]:
-        """What has gone wrong with storage in the step that has ended."""
-        stays = "could not leave the device, and stayed"
-        faults = [f"{stays}: {error}" for error in self.engine.mover.faults]
-        working = sum(store.in_use for store in self.device.stores())
-        if working < self._num_stores:
-            faults.append(f"{self._num_stores - working} storage directories are out of use")
-        self._num_stores = working
-        return faults
 
     def _plan_around(self, case: Case, faults: list[str]) -> None:
         """Storage takes less than before: plan anew with what it takes now."""
@@ -292,13 +283,15 @@ class Session:
                 "run without a plan, then it is measured again"
             )
 
-    def _finish_planned_step(self, case: Case, recorder: StepRecorder) -> None:
+    def _finish_planned_step(
+        self, case: Case, recorder: StepRecorder, stalls: Iterable[DeviceStall]
+    ) -> None:
         assert case.schedule is not None
-        engine = self.engine
+        engine, moved = self.engine, self.last_transfers
         if engine.diverged_at is not None:
             self.diverged_steps += 1
         plan, step = case.schedule.plan, case.schedule.step
-        case.add_run(run_record(self.steps - 1, step, recorder, engine, self.last_transfers))
+        case.add_run(run_record(self.steps - 1, step, recorder, engine, moved, stalls))
         if case.num_runs in _RUNS_WRITTEN_AT:
             self.reports.write_runs(case.number, plan, case.runs)
         peak_bytes, budget_bytes = self.actual_peak_bytes(), plan.budgets.device_bytes

@@ -85,7 +85,9 @@ class Staging:
         )
         for pool in (self.writes, self.reads):
             pool.prepare()
-        self.leaving, self.arriving = EventWaiter("teraplan-out"), EventWaiter("teraplan-back")
+        self.leaving, self.arriving = (
+            EventWaiter(name, cuda.enter_thread) for name in ("teraplan-out", "teraplan-back")
+        )
         self._starting = threading.Lock()
         self._closed = False
         self._conductor = threading.Thread(target=self._conduct, name="teraplan-turn", daemon=True)
@@ -343,6 +345,7 @@ class Staging:
         self._inbox.put(self._go_on)
 
     def _conduct(self) -> None:
+        self._cuda.enter_thread()
         while True:
             message = self._inbox.get()
             if message is None:

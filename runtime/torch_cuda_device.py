@@ -1,13 +1,14 @@
 """CUDA's calls as torch makes them: the one file that names them. Not run on a GPU."""
 
 import ctypes
+from contextlib import suppress
 from types import ModuleType
-from typing import final
+from typing import Any, final
 
 import torch
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
+from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Reserved, Stream
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices of the process
 _MAPPED = 2  # cudaHostRegisterMapped: kernels can use it
@@ -24,6 +25,7 @@ class TorchCuda(CudaRuntime):
         self.index = torch.cuda.current_device() if index is None else index
         self.device = torch.device("cuda", self.index)
         self.name = torch.cuda.get_device_name(self.index)
+        self._written_to = self.empty(1)
 
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self.device)
@@ -68,8 +70,11 @@ class TorchCuda(CudaRuntime):
         elapsed_ms: float = start.elapsed_time(end)
         return round(elapsed_ms * 1e6)
 
-    def work_on(self, stream: Stream) -> None:
+    def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
+
+    def work_on(self, stream: Stream) -> None:
+        self.enter_thread()
         torch.cuda.set_stream(_torch(stream))
 
     def pin(self, address: int, nbytes: int) -> str:
@@ -96,10 +101,17 @@ class TorchCuda(CudaRuntime):
             return f"cuPointerGetAttribute failed with CUDA error {code}"
         return "" if found.value == address else "kernels know it by another address"
 
-    def memory(self, kind: str, which: str) -> int:
-        # The flat `memory_stats` sorts a dictionary of a hundred keys: too slow for every site.
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        return int(stats[f"{kind}_bytes"]["all"][which]) if stats else 0
+    def allocated(self, which: str) -> int:
+        stats = self._figures()
+        return _of_all(stats, "allocated_bytes", which)
+
+    def reserved(self) -> Reserved:
+        stats = self._figures()
+        nbytes, allocated, split = (
+            _of_all(stats, kind, "current")
+            for kind in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
+        )
+        return Reserved(nbytes, nbytes - allocated - split)
 
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -108,15 +120,26 @@ class TorchCuda(CudaRuntime):
         torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.device)[0])
+        free, total = torch.cuda.mem_get_info(self.device)
+        # torch.cuda.set_per_process_memory_fraction; older versions of torch do not tell it
+        fraction_of = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        allowed = int(total * fraction_of(self.device)) - self.reserved().nbytes
+        return max(0, min(free, allowed))
+
+    def _figures(self) -> dict[str, Any]:
+        # The flat `memory_stats` sorts them as well.
+        return torch.cuda.memory_stats_as_nested_dict(self.device)
 
     def _forget_error(self) -> None:
-        # A failed call leaves its error behind for whoever launches the next kernel: take it here.
-        try:
-            torch.zeros(1, device=self.device)
-        except RuntimeError as error:
-            if "out of memory" in str(error):
-                raise
+        # A failed call leaves its error behind for whoever launches the next kernel. Launch one,
+        # and take no memory for it, which the error may be about. One of the device comes again.
+        with suppress(RuntimeError):
+            self._written_to.zero_()
+
+
+def _of_all(stats: dict[str, Any], kind: str, which: str) -> int:
+    """A figure for all of the allocator's pools together; 0 before CUDA was used."""
+    return int(stats[kind]["all"][which]) if stats else 0
 
 
 def _torch(stream: Stream) -> torch.cuda.Stream:

@@ -110,7 +110,7 @@ def _realize(x: torch.Tensor) -> torch.Tensor:
 def _fake_save(
     x: torch.Tensor, chain: torch.Tensor, slot: int, beside: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    return torch.empty(1, dtype=torch.int64)
+    return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 def _fake_need(

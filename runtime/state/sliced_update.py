@@ -242,7 +242,7 @@ def _bits(made: Optimizer) -> Iterator[torch.Tensor]:
     for name, value in made.state[pieces[0]].items():
         values = [made.state[piece][name] for piece in pieces]
         if not isinstance(value, torch.Tensor):
-            yield torch.tensor([min(values), max(values)])
+            yield torch.tensor([min(values), max(values)], device="cpu")
         elif value.numel() == 1:
             yield torch.stack([torch.stack(values).amin(), torch.stack(values).amax()])
         else:

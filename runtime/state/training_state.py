@@ -80,7 +80,7 @@ class TrainingState:
         self._strays = WeakIdKeyDictionary()
         """Parameters with other memory than they were given here: to be taken in once more."""
         self._shared = WeakIdKeyDictionary()
-        """Tensors that stay since something else has their memory, too: its address, what it is."""
+        """What stays since something else has its memory, too: by tensor its address and name."""
         self._expected_bytes = 0
         self._stepped = False
         self.closed = False
@@ -130,8 +130,7 @@ class TrainingState:
     @property
     def shared(self) -> list[tuple[torch.Tensor, str]]:
         """What stays since something else has its memory, too, and what it is."""
-        found = [(tensor, self._shared[tensor]) for tensor in self._shared]
-        return [(tensor, what) for tensor, (address, what) in found if tensor.data_ptr() == address]
+        return [(t, self._shared[t][1]) for t in self._shared if t.data_ptr() == self._shared[t][0]]
 
     def _stays_shared(self, tensor: torch.Tensor, what: str) -> bool:
         """True, and noted, if something else has the memory of a tensor that could move."""
@@ -179,8 +178,7 @@ class TrainingState:
     def adopt_state(self, state: dict[str, object]) -> None:
         """Move the memory of one parameter's optimizer state into the arena.
 
-        The tensors stay the same: a state_dict that was loaded has them, too, and sees updates.
-        Memory that another tensor has, too, stays.
+        In the same tensors, which a state_dict that was loaded has, too. What is shared stays.
         """
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or not self.arena.takes(value):

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from teraplan.runtime.storage.cache_directory import boot_id, keep, load
 
-TIME_LIMIT_S = 10.0
+TIME_LIMITS_S = {"host": 10.0, "gds": 60.0}
+"""GDS needs torch and a CUDA context, which on a busy machine with many GPUs take their time."""
 _VERSION = 1
 _MAX_AGE_S = 365 * 24 * 3600.0  # the boot in the key ends it sooner
 
@@ -33,8 +34,23 @@ class KvikioFacts:
     why_no_gds: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """Of one way to use kvikio."""
+
+    reason: str
+    """Why it does not work; "" if it does."""
+    version: str = ""
+    """Of kvikio, if it could be imported."""
+    is_late: bool = False
+    """There was none in time."""
+
+
 def probe(directory: Path, *, refresh: bool = False) -> KvikioFacts:
-    """What kvikio can do with files in `directory`; at most 20 s the first time after a boot."""
+    """What kvikio can do with files in `directory`; at most 70 s the first time after a boot.
+
+    What takes too long may only be slow at the time, and is tried again the next time.
+    """
     if importlib.util.find_spec("kvikio") is None:
         missing = "kvikio is not installed; pip install 'teraplan[gds-cu13]' or [gds-cu12]"
         return KvikioFacts(version="", why_no_host=missing, why_no_gds=missing)
@@ -44,14 +60,12 @@ def probe(directory: Path, *, refresh: bool = False) -> KvikioFacts:
     kept = None if refresh else load(key, version=_VERSION, max_age_s=_MAX_AGE_S)
     if kept is not None:
         return KvikioFacts(**{name: str(kept.get(name)) for name in KvikioFacts.__slots__})
-    version, why_no_host = _run("host", directory)
-    why_no_gds = _gds_is_hopeless()
-    if not why_no_gds:
-        version, why_no_gds = _run("gds", directory)
-    facts = KvikioFacts(
-        version=version or _installed(), why_no_host=why_no_host, why_no_gds=why_no_gds
-    )
-    keep(key, asdict(facts), version=_VERSION)
+    host, hopeless = _run("host", directory), _gds_is_hopeless()
+    gds = _Answer(reason=hopeless) if hopeless else _run("gds", directory)
+    version = gds.version or host.version or _installed()
+    facts = KvikioFacts(version=version, why_no_host=host.reason, why_no_gds=gds.reason)
+    if not (host.is_late or gds.is_late):
+        keep(key, asdict(facts), version=_VERSION)
     return facts
 
 
@@ -76,8 +90,8 @@ def _gds_is_hopeless() -> str:
     return ""
 
 
-def _run(way: str, directory: Path) -> tuple[str, str]:
-    """Version of kvikio and the reason why `way` does not work, "" if it does."""
+def _run(way: str, directory: Path) -> _Answer:
+    limit_s = TIME_LIMITS_S[way]
     with tempfile.TemporaryDirectory(prefix="teraplan-probe-") as logs:
         environment = os.environ | {
             "KVIKIO_COMPAT_MODE": "AUTO" if way == "gds" else "ON",
@@ -96,20 +110,21 @@ def _run(way: str, directory: Path) -> tuple[str, str]:
             start_new_session=True,  # so that its whole group can be ended
         )
         try:
-            output, errors = process.communicate(timeout=TIME_LIMIT_S)
+            output, errors = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            return "", f"the probe hung and was ended after {TIME_LIMIT_S:g} s"
+            reason = f"the probe hung and was ended after {limit_s:g} s"
+            return _Answer(reason=reason, is_late=True)
     return _understand(process.returncode, output, errors)
 
 
-def _understand(code: int, output: str, errors: str) -> tuple[str, str]:
+def _understand(code: int, output: str, errors: str) -> _Answer:
     if code < 0:
-        return "", f"the probe crashed with {signal.Signals(-code).name}"
+        return _Answer(reason=f"the probe crashed with {signal.Signals(-code).name}")
     try:
         answer = json.loads(output.strip().splitlines()[-1])
-        return str(answer["version"]), str(answer["reason"])
+        return _Answer(version=str(answer["version"]), reason=str(answer["reason"]))
     except (IndexError, ValueError, KeyError, TypeError):
         last = errors.strip().splitlines()[-1:] or [f"the probe ended with code {code}"]
-        return "", last[0]
+        return _Answer(reason=last[0])

@@ -34,6 +34,7 @@ from teraplan.errors import (
     StorageError,
 )
 from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.step_faults import StepFaults
 from teraplan.runtime.storage import Storage
 from tests.end_to_end.conftest import forget_everything
 from tests.end_to_end.training import MLP, bits, sessions
@@ -162,7 +163,7 @@ class FaultyTraining:
         device.storage.close()
         device.tiers.storage = Storage.open(self._directories, deadline_s=deadline_s)
         session._error, session._fault = None, ""
-        session._num_stores = len(self._directories)
+        session._faults = StepFaults(session.engine)
         session.engine.mover.faults = []
         if session.active is not None:
             session.active.schedule = self._planned

@@ -163,12 +163,12 @@ def test_another_prediction_of_the_plan_in_force_is_no_new_start() -> None:
         case.runs_of, old, recorder = case.schedule, case.schedule, session.engine.recorder
         assert old is not None
         assert recorder is not None
-        session._finish_planned_step(case, recorder)
+        session._finish_planned_step(case, recorder, ())
         assert case.schedule is not None
         assert case.schedule is not old
         assert case.schedule.plan.migrations == old.plan.migrations
         assert case.schedule.plan.prediction.step_ns < old.plan.prediction.step_ns
-        session._finish_planned_step(case, recorder)
+        session._finish_planned_step(case, recorder, ())
         assert (case.num_runs, case.num_plans) == (7, before)
 
     _after_training(check)

@@ -10,7 +10,9 @@ from bench.models import convnet, gpt
 from teraplan import backend
 from teraplan.config import Config
 from teraplan.planners.update_share import UpdateRates
+from teraplan.run_record import TransferRecord
 from teraplan.runtime import cuda_device, feedback
+from teraplan.runtime.cuda_log import DeviceLog
 from teraplan.runtime.state import host_choice, host_rates
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.storage import Storage, default_directory
@@ -49,6 +51,31 @@ def compare(program: Program, tiers: str) -> None:
 def test_gpt(tiers: str) -> None:
     program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=9)
     compare(program, tiers)
+
+
+@pytest.mark.parametrize("tiers", ["host"], indirect=True)
+def test_waits_of_steps_without_a_plan_are_forgotten(
+    tiers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, take_transfers = DeviceLog.order, DeviceLog.take_transfers
+    made, kept = 0, []
+
+    def counted(log: DeviceLog, *args: Any) -> None:  # noqa: ANN401
+        nonlocal made
+        before = len(log._stalls)
+        order(log, *args)
+        made += len(log._stalls) - before
+
+    def at_end_of_step(log: DeviceLog) -> tuple[TransferRecord, ...]:
+        kept.append(len(log._stalls))
+        return take_transfers(log)
+
+    monkeypatch.setattr(DeviceLog, "order", counted)
+    monkeypatch.setattr(DeviceLog, "take_transfers", at_end_of_step)
+    program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=12)
+    tight(program, unlimited(program), 0.5, profile_steps=100)
+    assert made >= 12
+    assert 0 < max(kept) < made / 2
 
 
 @pytest.mark.slow

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 
-from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Stream
+from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Reserved, Stream
 
 POISON = 0xEE
 LONGEST_S = 20.0
 
 
 class FakeEvent:
-    def __init__(self) -> None:
+    def __init__(self, must_be_entered: Callable[[], None]) -> None:
+        self._must_be_entered = must_be_entered
         self.passed = threading.Event()
         self.time_ns = 0
         self.error: str = ""
@@ -32,9 +33,11 @@ class FakeEvent:
         self.passed.set()
 
     def query(self) -> bool:
+        self._must_be_entered()
         return self.passed.is_set()
 
     def synchronize(self) -> None:
+        self._must_be_entered()
         assert self.passed.wait(LONGEST_S), "the device has stopped"
         if self.error:
             raise RuntimeError(self.error)
@@ -133,6 +136,11 @@ class FakeCuda(CudaRuntime):
         self.calls: list[tuple[str, str]] = []
         """What was asked for, and on which stream."""
         self.pinned: dict[int, int] = {}
+        self.free_device_bytes = 1 << 30
+        self.cached_bytes = self.split_bytes = 0
+        """What the allocator has beside tensors, and of it what lies in segments with a tensor."""
+        self.strangers: set[str] = set()
+        """Threads of ours that have called it without `enter_thread`."""
         self.used: list[str] = []
         self.why_not_pinned = why_not_pinned
         self.error_after_copy = ""
@@ -158,6 +166,7 @@ class FakeCuda(CudaRuntime):
     def close(self) -> None:
         for stream in self.streams:
             stream.close()
+        assert not self.strangers, f"{self.strangers} used another device"
 
     def current_stream(self) -> Stream:
         return getattr(self._local, "stream", self.compute)
@@ -168,7 +177,8 @@ class FakeCuda(CudaRuntime):
         return stream
 
     def record(self, stream: Stream, *, timing: bool = False) -> Event:
-        event = FakeEvent()
+        self._must_be_entered()
+        event = FakeEvent(self._must_be_entered)
         event.error = self.error_after_copy
         self.calls.append(("record", _fake(stream).name))
         _fake(stream).push(event.mark)
@@ -176,11 +186,13 @@ class FakeCuda(CudaRuntime):
 
     def wait(self, stream: Stream, event: Event) -> None:
         assert isinstance(event, FakeEvent)
+        self._must_be_entered()
         self.calls.append(("wait", _fake(stream).name))
         _fake(stream).push(lambda: _must_pass(event))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         assert target.nbytes == source.nbytes
+        self._must_be_entered()
         self.calls.append(("copy", _fake(stream).name))
         addresses, nbytes = (target.data_ptr(), source.data_ptr()), target.nbytes
         assert self.why_not_pinned or any(self._is_pinned(a, nbytes) for a in addresses)
@@ -193,13 +205,14 @@ class FakeCuda(CudaRuntime):
         _fake(stream).push(move)
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        self._must_be_entered()
         return self._memory.tensor(nbytes, _fake(self.current_stream()))
 
     def used_by(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.used.append(_fake(stream).name)
 
     def bytes_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        whole = torch.empty(0, dtype=torch.uint8)
+        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
         whole.set_(storage, 0, (storage.nbytes(),), (1,))
         return whole
 
@@ -209,32 +222,53 @@ class FakeCuda(CudaRuntime):
         assert start.query() and end.query(), "times of events that have not passed"
         return end.time_ns - start.time_ns
 
+    def enter_thread(self) -> None:
+        self._local.is_entered = True
+
     def work_on(self, stream: Stream) -> None:
+        self.enter_thread()
         self.use(_fake(stream))
 
     def pin(self, address: int, nbytes: int) -> str:
+        self._must_be_entered()
         if not self.why_not_pinned:
             assert address % 4096 == 0
             self.pinned[address] = nbytes
         return self.why_not_pinned
 
     def unpin(self, address: int) -> None:
+        self._must_be_entered()
         del self.pinned[address]
 
     def why_not_shown(self, address: int) -> str:
         return "" if self._is_pinned(address, 1) else f"{address:#x} is not pinned"
 
-    def memory(self, kind: str, which: str) -> int:
+    def allocated(self, which: str) -> int:
         return self._memory.peak if which == "peak" else self._memory.in_use_bytes
+
+    def reserved(self) -> Reserved:
+        in_use = self._memory.in_use_bytes
+        cached, releasable = self.cached_bytes, self.cached_bytes - self.split_bytes
+        self.calls.append(("reserved", ""))
+        return Reserved(in_use + cached, releasable)
 
     def reset_peaks(self) -> None:
         self._memory.peak = self._memory.in_use_bytes
 
     def empty_cache(self) -> None:
         self.calls.append(("empty_cache", ""))
+        self.cached_bytes = self.split_bytes
 
     def free_bytes(self) -> int:
-        return 1 << 30
+        return self.free_device_bytes
+
+    def _must_be_entered(self) -> None:
+        """A program's own threads have used the device; those of ours have to enter it."""
+        name = threading.current_thread().name
+        is_entered = getattr(self._local, "is_entered", False)
+        if name.startswith("teraplan") and not is_entered:
+            self.strangers.add(name)
+            raise AssertionError(f"the thread {name} is on another device")
 
     def _is_pinned(self, address: int, nbytes: int) -> bool:
         return any(

@@ -164,7 +164,7 @@ class World:
 def content_of(seed: int, nbytes: int) -> torch.Tensor:
     """The numbers that `World.tensor` puts there; never the fake's poison throughout."""
     random = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cpu", generator=random)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -13,7 +13,7 @@ from teraplan.errors import DeadlineError, StorageError
 from teraplan.hardware import Tier
 from teraplan.run_record import Direction
 from teraplan.runtime.device import Arrival, Copy
-from teraplan.units import MIB
+from teraplan.units import GIB, MIB
 from tests.fakes.fake_cuda import FakeStream
 from tests.runtime.cuda_world import LARGE, PHASES, World, content_of, until
 
@@ -210,7 +210,7 @@ def test_dropping_at_any_time_leaves_nothing_behind(tier: Tier, phase: str) -> N
         world.drop_when(phase, start)
         assert world.device.pool.in_use_bytes == 0 or world.device.pool.free_bytes == 8 * MIB
         until(lambda: world.storage.bytes_in_use == 0)
-        until(lambda: world.cuda.memory("allocated", "current") == 0)
+        until(lambda: world.cuda.allocated("current") == 0)
         assert [world.tensor(2, LARGE).data_ptr()] == addresses or phase == "coming back"
 
 
@@ -288,8 +288,45 @@ def test_memory_is_what_the_allocator_counts() -> None:
         del held
         assert device.take_peak() == MIB
         assert device.take_peak() == 0
-        device.keep_under(0, 0)
-        assert ("empty_cache", "") not in world.cuda.calls, "nothing is cached"
+
+
+def steps_that_give_memory_back(world: World, steps: range, cached_bytes: int) -> list[int]:
+    """Of 40 sites each, under 1 GiB, if they need so much more at every site."""
+    found = []
+    for step in steps:
+        for _ in range(40):
+            world.cuda.cached_bytes, world.cuda.calls[:] = cached_bytes, []
+            world.device.keep_under(GIB - 8 * MIB, 8 * MIB)
+            found += [step] * world.cuda.calls.count(("empty_cache", ""))
+        world.device.take_transfers()
+    return found
+
+
+def test_memory_that_comes_back_is_given_back_ever_more_rarely() -> None:
+    with World() as world:
+        assert not steps_that_give_memory_back(world, range(9), GIB)
+        given = steps_that_give_memory_back(world, range(9, 300), GIB + 100 * MIB)
+        assert given == [9, 10, 12, 16, 24, 40, 72, 136, 200, 264]
+        assert not steps_that_give_memory_back(world, range(300, 500), GIB)
+        given = steps_that_give_memory_back(world, range(500, 510), GIB + 100 * MIB)
+        assert given == [500, 501, 503, 507]
+
+
+@pytest.mark.parametrize(
+    ("cached_bytes", "split_bytes"),
+    [(2 * GIB, 2 * GIB - 60 * MIB), (2 * GIB, GIB + GIB // 2 + MIB), (GIB - MIB, 0)],
+)
+def test_nothing_is_given_back_where_it_brings_little(cached_bytes: int, split_bytes: int) -> None:
+    with World() as world:
+        world.cuda.split_bytes = split_bytes
+        assert not steps_that_give_memory_back(world, range(3), cached_bytes)
+
+
+def test_the_allocator_is_asked_at_few_sites() -> None:
+    with World() as world:
+        for _ in range(400):
+            world.device.keep_under(GIB, 0)
+        assert world.cuda.calls.count(("reserved", "")) == 50
 
 
 def test_hardware_counts_staging_as_host_memory() -> None:
@@ -355,5 +392,5 @@ def test_any_order_ends_with_the_right_bytes(seed: int) -> None:
         world.settle()
         gc.collect()
         until(lambda: world.storage.bytes_in_use == 0)
-        until(lambda: world.cuda.memory("allocated", "current") == 0)
+        until(lambda: world.cuda.allocated("current") == 0)
         assert world.device.pool.free_bytes == 8 * MIB

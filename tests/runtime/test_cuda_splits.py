@@ -58,7 +58,7 @@ def test_dropping_a_split_tensor_at_any_time_leaves_nothing_behind(phase: str) -
         world.drop_when(phase, lambda: _split(world, 1, LARGE, 2 * MIB))
         until(lambda: world.device.pool.free_bytes == world.device.pool.limit_bytes)
         until(lambda: world.storage.bytes_in_use == 0)
-        until(lambda: world.cuda.memory("allocated", "current") == 0)
+        until(lambda: world.cuda.allocated("current") == 0)
 
 
 def test_no_room_in_the_host_tier_leaves_nothing_of_the_other_part() -> None:
@@ -115,7 +115,7 @@ def test_a_failed_read_of_one_part_reaches_who_waits() -> None:
         world.device.take_transfers()  # the log holds on to what has failed
         gc.collect()
         until(lambda: world.device.pool.free_bytes == world.device.pool.limit_bytes)
-        until(lambda: world.cuda.memory("allocated", "current") == 0)
+        until(lambda: world.cuda.allocated("current") == 0)
 
 
 def test_a_split_landing_of_another_stream_is_not_given_back_too_early() -> None:

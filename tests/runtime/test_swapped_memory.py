@@ -251,7 +251,7 @@ def test_memory_of_what_ends_is_free_at_once(world: World, arena: StateArena, pl
     del block
     world.settle()
     assert world.device.pool.in_use_bytes == 0
-    assert world.cuda.memory("allocated", "current") == 0
+    assert world.cuda.allocated("current") == 0
 
 
 def test_tensors_outlive_the_session(world: World, arena: StateArena) -> None:
@@ -265,7 +265,7 @@ def test_tensors_outlive_the_session(world: World, arena: StateArena) -> None:
     del arena
     gc.collect()
     assert not world.cuda.pinned
-    assert world.cuda.memory("allocated", "current") == 0
+    assert world.cuda.allocated("current") == 0
 
 
 @pytest.fixture(params=["staged", "direct"])

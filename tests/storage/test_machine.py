@@ -146,12 +146,29 @@ def test_the_probe_survives_whatever_kvikio_does(
     disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
 ) -> None:
     _fake_kvikio(tmp_path, source, monkeypatch)
-    monkeypatch.setattr(kvikio_probe, "TIME_LIMIT_S", 0.5 if "hung" in reason else 20.0)
+    hangs = "hung" in reason
+    monkeypatch.setitem(kvikio_probe.TIME_LIMITS_S, "host", 0.5 if hangs else 20.0)
     started = time.perf_counter()
     facts = kvikio_probe.probe(disk)
     assert time.perf_counter() - started < 15
     assert re.search(reason, facts.why_no_host)
     assert facts.why_no_gds
     assert "kvikio" not in sys.modules
-    monkeypatch.setattr(kvikio_probe, "_run", None)  # the second time it is remembered
-    assert kvikio_probe.probe(disk) == facts
+    works = kvikio_probe._Answer(reason="", version="1")
+    monkeypatch.setattr(kvikio_probe, "_run", lambda *_: works)
+    found = kvikio_probe.probe(disk)
+    assert found == facts or hangs, "the second time it is remembered"
+    assert not (hangs and found.why_no_host), "what took too long is tried again"
+
+
+def test_gds_has_time_for_torch_and_cuda(
+    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fake_kvikio(tmp_path, "import time; time.sleep(1.5)", monkeypatch)
+    monkeypatch.setattr(kvikio_probe, "_gds_is_hopeless", lambda: "")
+    monkeypatch.setitem(kvikio_probe.TIME_LIMITS_S, "host", 0.5)
+    facts = kvikio_probe.probe(disk)
+    assert "hung" in facts.why_no_host
+    assert facts.why_no_gds
+    assert "hung" not in facts.why_no_gds
+    assert kvikio_probe.TIME_LIMITS_S["gds"] >= 60
