@@ -18,6 +18,8 @@ from teraplan.units import format_nbytes
 log = logging.getLogger(__name__)
 
 _KEPT_RUNS = 64
+_ALL_SAMPLED, _SAMPLED_EVERY = 24, 8
+"""Runs of one plan that are looked at, and one in how many after that, where looking takes time."""
 _MAX_ODD = 3
 """Measured steps in a row with a forward that no backward follows which are not taken for the usual
 ones, if memory is too little for them."""
@@ -89,6 +91,8 @@ class Case:
     """The last ones under one schedule."""
     num_runs: int = 0
     """All under that schedule."""
+    num_passed_over: int = 0
+    """Steps since the last of them, where not all are looked at."""
     runs_of: Schedule | None = None
     """What the runs ran under."""
     last: StepRecorder | None = None
@@ -196,6 +200,16 @@ class Case:
         self.runs.append(run)
         self.num_runs += 1
         del self.runs[:-_KEPT_RUNS]
+
+    def samples_run(self) -> bool:
+        """A step under the schedule in force has ended: true if it is one to look at.
+
+        Where that makes the device wait for the host, it is the first ones, and then some.
+        """
+        if self.runs_of is not self.schedule or self.num_runs < _ALL_SAMPLED:
+            return True
+        self.num_passed_over = (self.num_passed_over + 1) % _SAMPLED_EVERY
+        return self.num_passed_over == 0
 
     def follow(self, schedule: Schedule, *, anew: bool) -> None:
         """It comes into force; if it is only another prediction, runs go on counting."""

@@ -59,6 +59,7 @@ class CudaDevice(Device):
 
     has_host_beside = True
     shows_state_in_files = False
+    waits_to_tell = True
     moves_state_unasked = False
 
     def __init__(

@@ -123,6 +123,8 @@ class Device(ABC):
     host_pool: PinnedPool
     """Host memory for what is updated on the host's cores; part of the host budget."""
 
+    waits_to_tell = False
+    """To tell when a step did what, the host has to wait until the device has ended it."""
     moves_state_unasked = True
     """Parameters, gradients and optimizer state may start to leave it where that is needed."""
     shows_state_in_files = True

@@ -288,8 +288,9 @@ class Session:
     ) -> None:
         assert case.schedule is not None
         engine, moved = self.engine, self.last_transfers
-        if engine.diverged_at is not None:
-            self.diverged_steps += 1
+        self.diverged_steps += engine.diverged_at is not None
+        if self.device.waits_to_tell and not case.samples_run():
+            return
         plan, step = case.schedule.plan, case.schedule.step
         case.add_run(run_record(self.steps - 1, step, recorder, engine, moved, stalls))
         if case.num_runs in _RUNS_WRITTEN_AT:
@@ -302,9 +303,8 @@ class Session:
         if lesson.fallback:
             self._fall_back(lesson.fallback)
         if lesson.plan is not None:
-            anew = not lesson.only_predicts
-            self._follow(case, lesson.plan, anew=anew)
-            self.device.has_planned(anew=anew)
+            self._follow(case, lesson.plan, anew=not lesson.only_predicts)
+            self.device.has_planned(anew=not lesson.only_predicts)
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
             self._forget_peak()

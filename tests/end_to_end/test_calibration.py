@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
+from teraplan.runtime import session as session_module
 from teraplan.runtime.calibration import Calibration
 from teraplan.runtime.case import MeasuredPlan
+from teraplan.runtime.cpu_device import CpuDevice
 from teraplan.runtime.feedback import Lesson, learn
 from teraplan.runtime.session import Session
 from teraplan.runtime.storage import Storage
@@ -148,6 +150,29 @@ def test_a_replayed_plan_that_takes_too_much_is_told_of_once_and_kept() -> None:
         assert "that the replayed plan was made for" in told.fallback
         assert told.plan is None
         assert not _lesson(session, beyond_bytes=64 << 20).fallback, "not at every step"
+
+    _after_training(check)
+
+
+def test_where_looking_takes_time_one_step_in_eight_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU: its next step would begin only when the host has learned all about the last one."""
+
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        recorder = session.engine.recorder
+        assert recorder is not None
+        monkeypatch.setattr(session_module, "learn", lambda *_, **__: Lesson())
+        for waits, looked_at in ((False, 32), (True, 4)):
+            monkeypatch.setattr(CpuDevice, "waits_to_tell", waits)
+            _make_out(session, 1.0, runs=25)
+            for _ in range(32):
+                session._finish_planned_step(case, recorder, ())
+            assert case.num_runs == 25 + looked_at
+        case.num_runs = 20
+        session._finish_planned_step(case, recorder, ())
+        assert case.num_runs == 21, "the first ones all are"
 
     _after_training(check)
 
