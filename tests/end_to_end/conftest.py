@@ -73,8 +73,8 @@ def cuda_path(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sessions get a `CudaPath`; the function sets how much host memory there is."""
 
     def let_have(host_bytes: int) -> None:
-        def open_device(config: Config, device_type: str) -> CudaPath:
-            assert device_type == "cpu"
+        def open_device(config: Config, place: torch.device) -> CudaPath:
+            assert place.type == "cpu"
             storage = Storage.open([default_directory()], encrypt=config.encrypt)
             return CudaPath(storage, STAGING + host_bytes)
 

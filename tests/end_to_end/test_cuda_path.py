@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from bench.models import convnet, gpt
 from teraplan import backend
@@ -108,7 +109,7 @@ def test_computed_again(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def _much_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions get a CudaPath with host memory, and several buckets of updates there."""
 
-    def open_device(config: Config, device_type: str) -> CudaPath:
+    def open_device(config: Config, place: torch.device) -> CudaPath:
         return CudaPath(Storage.open([default_directory()]), STAGING + 64 * MIB)
 
     monkeypatch.setattr(backend, "open_device", open_device)
