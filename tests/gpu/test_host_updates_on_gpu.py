@@ -64,7 +64,6 @@ def trained(name: str, *, clip: bool = True, **options: object) -> Trained:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    del loss
     nbytes, status = tensor_nbytes() - before, teraplan.status()
     return Trained([p.detach().cpu() for p in model.parameters()], optimizer, nbytes, status)
 
