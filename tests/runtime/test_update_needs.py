@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.optim import optimizer as torch_optimizer
+import torch.optim.optimizer as torch_optimizer
 
 from teraplan.runtime.state.update_needs import TEMPORARIES, num_temporaries, temporary_bytes
 
