@@ -23,6 +23,8 @@ def test_each_device_has_a_session_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert len({id(one.session()) for one in held}) == len(places)
     assert opened == places
     assert backend._held_session(config, places[1]) is held[1]
+    for one in held:
+        one.session().close()
 
 
 def test_a_graph_is_where_most_of_it_is() -> None:
