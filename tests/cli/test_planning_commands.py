@@ -13,9 +13,11 @@ from teraplan.cli.planning import library_trace
 from teraplan.errors import ConfigError
 from teraplan.library.machines import machine_named
 from teraplan.library.models import Workload
+from teraplan.memory_curve import device_curve, peak
 from teraplan.plan_file import read_plan
 from teraplan.step_trace import TensorKind
 from teraplan.trace_file import read_trace, write_trace
+from teraplan.units import MIB
 from tests.cli.example_files import Captured, loaded
 from tests.planning.synthetic import gpt_trace
 
@@ -108,6 +110,21 @@ def test_what_does_not_fit_has_exit_code_1(trace: str, tmp_path: Path, capsys: C
     capsys.readouterr()
     assert main([*arguments, "--device-budget", "1MiB"]) == 1
     assert capsys.readouterr().out.startswith("does not fit: ")
+
+
+def test_plan_and_estimate_name_a_least_budget_that_works(
+    trace: str, tmp_path: Path, capsys: Captured
+) -> None:
+    """Tensors of 32, 33 and 128 MiB do not fill 100 MiB."""
+    step = [trace, "--hardware", "h200:ssd=1", "--host-budget", "0", "--storage-budget", "100MiB"]
+    plan = ["plan", *step, "-o", str(tmp_path / "p.json")]
+    assert main([*plan, "--device-budget", "1MiB", "--json"]) == 1
+    least = loaded(capsys)["least_budget_bytes"]
+    assert least > peak(device_curve(read_trace(Path(trace)))) - 100 * MIB
+    for budget, code in (("1MiB", 1), (str(least), 0), ("100%", 0)):
+        assert main(["estimate", *step, "--device-budget", budget, "--json"]) == code
+        assert loaded(capsys)["least_device_bytes"] == least
+    assert main([*plan, "--device-budget", str(least)]) == 0
 
 
 def test_policies_rules_and_candidates(trace: str, tmp_path: Path, capsys: Captured) -> None:

@@ -10,7 +10,15 @@ from teraplan.check_plan import check_plan
 from teraplan.hardware import Hardware, HostCores
 from teraplan.library.machines import machine_named
 from teraplan.memory_curve import device_curve, managed_curve, peak
-from teraplan.planners import coarse, finishing, make_plan, postpone, small_step, stall_driven
+from teraplan.planners import (
+    coarse,
+    finishing,
+    first_attempts,
+    make_plan,
+    postpone,
+    small_step,
+    stall_driven,
+)
 from teraplan.planners.base import Problem
 from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
 from teraplan.planners.postpone import postpone_copies_out
@@ -58,7 +66,7 @@ def test_three_attempts_give_a_plan(trace: StepTrace, monkeypatch: pytest.Monkey
     limit = budgets(between(trace, 0.3))
     before = make_plan(trace, machine(6.0, host=12.0), limit)
     monkeypatch.setattr(stall_driven, "_MANY", 50)
-    for module in (stall_driven, finishing):
+    for module in (stall_driven, finishing, first_attempts):
         monkeypatch.setattr(module, "PLENTY", 50)
         monkeypatch.setattr(module, "NEAR", 50)
     plan = make_plan(trace, machine(6.0, host=12.0), limit)
