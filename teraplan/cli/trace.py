@@ -62,9 +62,14 @@ def _trace(options: argparse.Namespace, machine: Machine) -> StepTrace:
         raise ConfigError("give either --model MODULE:FACTORY or --library with a model's name")
     if options.library is not None:
         return library_trace(workload_of(options), machine)
-    from teraplan.fake_trace import load_factory, trace_of_module
+    from teraplan.fake_trace import (
+        load_factory,
+        modules_of_working_directory,
+        trace_of_module,
+    )
 
-    return trace_of_module(load_factory(options.model), machine)
+    with modules_of_working_directory():
+        return trace_of_module(load_factory(options.model), machine)
 
 
 COMMAND = Command(

@@ -15,7 +15,6 @@ from teraplan.library.machines import machine_named
 from teraplan.library.models import Workload
 from teraplan.memory_curve import device_curve, peak
 from teraplan.plan_file import read_plan
-from teraplan.step_trace import TensorKind
 from teraplan.trace_file import read_trace, write_trace
 from teraplan.units import MIB
 from tests.cli.example_files import Captured, loaded
@@ -220,69 +219,6 @@ def test_wrong_input_has_exit_code_2(
     filled = [trace if argument == "TRACE" else argument for argument in arguments]
     assert main(filled) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_module_of_the_user_on_fake_tensors(tmp_path: Path, capsys: Captured) -> None:
-    path = tmp_path / "t.json"
-    arguments = ["trace", "--model", "tests.cli.own_model:build", "--hardware", "h200"]
-    assert main([*arguments, "-o", str(path), "--json"]) == 0
-    said = loaded(capsys)
-    trace = read_trace(path)
-    assert said["sites"] == len(trace.sites)
-    by_kind = {kind: {t.name: t for t in trace.tensors if t.kind is kind} for kind in TensorKind}
-    assert set(by_kind[TensorKind.PARAMETER]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-    weight = by_kind[TensorKind.PARAMETER]["0.weight"]
-    assert weight.nbytes == 4 * 512 * 1024
-    assert weight.persistent
-    # in the update alone, which decays it first and adds to it last
-    assert weight.changes == (len(weight.windows) - 2, len(weight.windows) - 1)
-    assert by_kind[TensorKind.GRADIENT]["0.weight.grad"].nbytes == weight.nbytes
-    moments = by_kind[TensorKind.OPTIMIZER_STATE]
-    assert {"0.weight.exp_avg", "0.weight.exp_avg_sq"} <= set(moments)
-    assert all(moment.persistent for moment in moments.values())
-    saved = [t for t in trace.tensors if t.kind is TensorKind.ACTIVATION and len(t.windows) > 1]
-    assert any(t.nbytes == 4 * 64 * 1024 for t in saved)
-    # two products forward, three backward: 2 * 64 * (512 * 1024 + 1024 * 8) each way
-    assert trace.duration_ns > 0
-
-
-def traced(name: str, path: Path) -> int:
-    arguments = ["trace", "--model", f"tests.cli.own_model:{name}", "--hardware", "h100-nvl:ssd=1"]
-    return main([*arguments, "-o", str(path)])
-
-
-def test_each_operation_is_as_fast_as_its_own_dtype(tmp_path: Path) -> None:
-    """Parameters were converted after they had been made, too."""
-    assert traced("converted", tmp_path / "half.json") == 0
-    assert traced("single", tmp_path / "single.json") == 0
-    half, single = (read_trace(tmp_path / name) for name in ("half.json", "single.json"))
-    assert half.duration_ns * 3 < single.duration_ns
-
-
-def test_a_factory_may_look_at_what_it_makes(tmp_path: Path) -> None:
-    assert traced("looks_at_values", tmp_path / "t.json") == 0
-    names = {tensor.name for tensor in read_trace(tmp_path / "t.json").tensors}
-    assert {"weight", "bias", "weight.grad"} <= names
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("double", "multiplies matrices in float64, and the machine has no speed for that"),
-        ("data_dependent", "the model cannot run without memory for tensors: DataDependent"),
-        ("fails", "the factory cannot run without memory for tensors: KeyError: 'a bug"),
-        ("no_module", "the factory must return a module and a tuple or dict of its inputs"),
-        ("no_gradient", "no output of the module depends on a parameter"),
-        ("no_function", "3 is no function; write MODULE:FUNCTION"),
-        ("absent", "write MODULE:FUNCTION"),
-    ],
-)
-def test_what_cannot_be_traced_says_why(
-    name: str, message: str, tmp_path: Path, capsys: Captured
-) -> None:
-    assert traced(name, tmp_path / "t.json") == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "t.json").exists()
 
 
 @pytest.mark.parametrize("command", ["trace", "estimate", "sweep"])
