@@ -18,6 +18,14 @@ from teraplan.trace_file import excess, read_trace
 _MAX_SITES = 1 << 22
 """Of a step that is written down: minutes, and 750 MB in a file."""
 
+_NUMBERS = (
+    ("batch", 1, "sequences of a micro-batch"),
+    ("length", 2048, "tokens of a sequence"),
+    ("micro-batches", 1, "micro-batches of a step"),
+    ("stages", 1, "pipeline stages; the first is built"),
+)
+"""Numbers of a workload: name, default, meaning."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
@@ -62,26 +70,30 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="a model whose step is written down in the library",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--stages", type=int, default=1, help="pipeline stages; the first is built")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16")
+    for name, default, what in _NUMBERS:
+        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: {default})")
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """The workload that the arguments name."""
-    for name in ("batch", "length", "micro_batches", "stages"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: expected 1 or more")
-    return Workload(
-        model=options.library,
-        dtype=options.dtype,
-        batch=options.batch,
-        length=options.length,
-        micro_batches=options.micro_batches,
-        stages=options.stages,
-    )
+    numbers: dict[str, int] = {}
+    for name, default, _ in _NUMBERS:
+        field = name.replace("-", "_")
+        given = getattr(options, field)
+        numbers[field] = default if given is None else given
+        if numbers[field] < 1:
+            raise ConfigError(f"--{name}: expected 1 or more")
+    return Workload(model=options.library, dtype=options.dtype or "bfloat16", **numbers)
+
+
+def require_no_workload(options: argparse.Namespace) -> None:
+    """Refuse arguments of models of the library, where the step is another one."""
+    for name in ("dtype", *(name for name, _, _ in _NUMBERS)):
+        if getattr(options, name.replace("-", "_"), None) is not None:
+            raise ConfigError(
+                f"--{name} is for models of the library: leave it out, or give --library"
+            )
 
 
 def library_trace(workload: Workload, machine: Machine) -> StepTrace:
@@ -123,6 +135,7 @@ def asked(options: argparse.Namespace) -> Asked:
         workload = workload_of(options)
         trace = library_trace(workload, machine)
     elif options.trace is not None:
+        require_no_workload(options)
         trace = read_trace(options.trace)
     else:
         raise ConfigError("give a trace file, or --library with the name of a model")

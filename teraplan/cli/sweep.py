@@ -14,6 +14,7 @@ from teraplan.cli.planning import (
     budgets_of,
     library_trace,
     listed,
+    require_no_workload,
     workload_of,
 )
 from teraplan.errors import ConfigError, InfeasibleBudgetError
@@ -61,6 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.library is not None:
         trace = library_trace(workload_of(options), machine)
     elif options.trace is not None:
+        require_no_workload(options)
         trace = read_trace(options.trace)
     else:
         raise ConfigError("give a trace file, or --library with the name of a model")

@@ -9,6 +9,7 @@ from teraplan.cli.planning import (
     add_machine_argument,
     add_workload_arguments,
     library_trace,
+    require_no_workload,
     workload_of,
 )
 from teraplan.errors import ConfigError
@@ -62,6 +63,7 @@ def _trace(options: argparse.Namespace, machine: Machine) -> StepTrace:
         raise ConfigError("give either --model MODULE:FACTORY or --library with a model's name")
     if options.library is not None:
         return library_trace(workload_of(options), machine)
+    require_no_workload(options)
     from teraplan.fake_trace import (
         load_factory,
         modules_of_working_directory,

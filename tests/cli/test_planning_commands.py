@@ -209,6 +209,16 @@ def test_estimate_tells_what_would_help(capsys: Captured) -> None:
             ["estimate", "TRACE", "--hardware", "h200", "--device-budget", "big"],
             "budget 'big': expected",
         ),
+        (["estimate", "TRACE", "--hardware", "h200", "--batch", "2"], "--batch is for models of"),
+        (["sweep", "TRACE", "--hardware", "h200", "--stages", "2"], "--stages is for models of"),
+        (
+            ["trace", "--hardware", "h200", "--model", "a:b", "--micro-batches", "1", "-o", "t"],
+            "--micro-batches is for models of the library",
+        ),
+        (
+            ["trace", "--hardware", "h200", "--model", "a:b", "--dtype", "bfloat16", "-o", "t"],
+            "--dtype is for models of the library",
+        ),
         (["trace", "--hardware", "h200", "-o", "t.json"], "give either --model"),
         (["trace", "--hardware", "h200", "--model", "nothing:f", "-o", "t.json"], "nothing:f"),
     ],
