@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, Command, emit, emit_json
+from teraplan.cli.command import DONE, Command, emit, emit_json, require_torch
 from teraplan.cli.output_file import writing
 from teraplan.cli.planning import (
     add_machine_argument,
@@ -64,6 +64,7 @@ def _trace(options: argparse.Namespace, machine: Machine) -> StepTrace:
     if options.library is not None:
         return library_trace(workload_of(options), machine)
     require_no_workload(options)
+    require_torch()
     from teraplan.fake_trace import (
         load_factory,
         modules_of_working_directory,

@@ -338,3 +338,19 @@ def test_module_can_be_run_on_a_terminal_without_unicode(files: Files) -> None:
     assert done.returncode == 0
     assert b"forward -> backward" in done.stdout
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor"],
+        ["probe"],
+        ["trace", "--model", "tests.cli.own_model:build", "--hardware", "h200", "-o", "t.json"],
+    ],
+)
+def test_what_needs_torch_says_so(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(arguments) == 2
+    assert_one_line(capsys, f"teraplan {arguments[0]}: needs torch: pip install torch")
