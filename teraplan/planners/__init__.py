@@ -129,7 +129,7 @@ def make_plan(
         if policy not in POLICIES:  # only what holds can be simulated, and others may have bugs
             broken = broken_rules(check_plan(plan))
             if broken:
-                raise invalid(broken)
+                raise invalid(broken, policy)
         plan = replace(plan, prediction=predict(trace, hardware, *plan.choices))
         require_valid(plan)
         return plan

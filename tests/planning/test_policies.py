@@ -23,7 +23,7 @@ from teraplan.library.models import Workload, trace_of
 from teraplan.memory_curve import device_curve, least_budget, peak
 from teraplan.plan import Migration, Plan
 from teraplan.planners import make_plan
-from teraplan.planners.base import Problem
+from teraplan.planners.base import Planner, Problem
 from teraplan.planners.coarse import coarsen
 from teraplan.planners.feasible import require_feasible
 from teraplan.planners.rules import read_rules
@@ -192,19 +192,38 @@ def test_plans_of_coarse_steps_hold(
     assert plan.prediction.bound_ns <= held.prediction.step_ns
 
 
-@quick
-@given(trace=traces(), hardware=machines(), part=st.floats(0, 1))
-def test_the_policy_in_the_documents_works(
-    trace: StepTrace, hardware: Hardware, part: float
-) -> None:
+def policy_in_the_documents() -> Planner:
     text = (Path(__file__).parents[2] / "docs" / "adding-a-policy.md").read_text()
     example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     assert len(example.splitlines()) < 50
     names: dict[str, Any] = {}
     exec(compile(example, "adding-a-policy.md", "exec"), names)
-    limit = budgets(between(trace, part))
-    problem = Problem.of(trace, hardware, limit)
-    migrations = names["plan_by_size"](problem)
+    planner: Planner = names["plan_by_size"]
+    return planner
+
+
+@settings(quick, max_examples=40)
+@given(
+    trace=traces(), hardware=machines(), part=st.floats(0, 1), room=st.none() | st.integers(0, 200)
+)
+def test_the_policy_in_the_documents_works(
+    trace: StepTrace, hardware: Hardware, part: float, room: int | None
+) -> None:
+    nbytes = 1 << 50 if room is None else room * 1000
+    limit = budgets(between(trace, part), host_bytes=nbytes, storage_bytes=nbytes)
+    try:
+        migrations = policy_in_the_documents()(Problem.of(trace, hardware, limit))
+    except InfeasibleBudgetError:
+        assert room is not None
+        return
+    assert check_plan(plan_of(trace, hardware, limit, migrations)) == ()
+
+
+def test_the_policy_in_the_documents_fills_one_tier_after_another() -> None:
+    trace, hardware = gpt_trace(4), machine(6.0, host=12.0)
+    limit = budgets(between(trace, 0.2), host_bytes=600 * MIB)
+    migrations = policy_in_the_documents()(Problem.of(trace, hardware, limit))
+    assert {m.tier for m in migrations} == {Tier.HOST, Tier.STORAGE}
     assert check_plan(plan_of(trace, hardware, limit, migrations)) == ()
 
 
