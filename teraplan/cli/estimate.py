@@ -13,7 +13,7 @@ from teraplan.cli.planning import (
     add_workload_arguments,
     asked,
     library_trace,
-    with_links,
+    with_more_storage,
 )
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.memory_curve import device_curve, peak
@@ -109,7 +109,14 @@ def _variants(question: Asked) -> Iterator[tuple[str, Asked]]:
     machine, budgets = question.machine, question.budgets
     hardware = machine.hardware
     if hardware.storage_link is not None:
-        yield "twice the SSDs", replace(question, machine=with_links(machine, storage=2.0))
+        yield (
+            "twice the SSDs",
+            replace(
+                question,
+                machine=with_more_storage(machine, 2),
+                budgets=replace(budgets, storage_bytes=2 * budgets.storage_bytes),
+            ),
+        )
     if hardware.host_link is not None:
         more = replace(hardware, host_capacity_bytes=2 * hardware.host_capacity_bytes)
         yield (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from teraplan.config import Budget
 from teraplan.errors import ConfigError
-from teraplan.hardware import Budgets, Link
+from teraplan.hardware import Budgets
 from teraplan.json_files import MAX_INT
 from teraplan.library.machine_file import find_machine
 from teraplan.library.machines import DEVICES, Machine
@@ -170,26 +170,20 @@ def budgets_of(
     )
 
 
-def with_links(machine: Machine, *, storage: float = 1.0, host: float = 1.0) -> Machine:
-    """The machine with links as many times as fast; the device's port is as it was."""
+def with_more_storage(machine: Machine, factor: int) -> Machine:
+    """The machine with so many times the SSDs; the device's port is as it was."""
     hardware = machine.hardware
-
-    def faster(link: Link | None, factor: float) -> Link | None:
-        if link is None:
-            return None
-        return Link(
-            out_bytes_per_s=int(link.out_bytes_per_s * factor),
-            back_bytes_per_s=int(link.back_bytes_per_s * factor),
-            out_while_back_bytes_per_s=int(link.out_while_back_bytes_per_s * factor),
-            back_while_out_bytes_per_s=int(link.back_while_out_bytes_per_s * factor),
-            latency_ns=link.latency_ns,
-        )
-
-    changed = replace(
-        hardware,
-        host_link=faster(hardware.host_link, host),
-        storage_link=faster(hardware.storage_link, storage),
+    link = hardware.storage_link
+    assert link is not None, "there are SSDs"
+    faster = replace(
+        link,
+        out_bytes_per_s=link.out_bytes_per_s * factor,
+        back_bytes_per_s=link.back_bytes_per_s * factor,
+        out_while_back_bytes_per_s=link.out_while_back_bytes_per_s * factor,
+        back_while_out_bytes_per_s=link.back_while_out_bytes_per_s * factor,
     )
+    nbytes = hardware.storage_capacity_bytes * factor
+    changed = replace(hardware, storage_link=faster, storage_capacity_bytes=nbytes)
     return replace(machine, hardware=changed)
 
 

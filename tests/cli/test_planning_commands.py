@@ -126,6 +126,20 @@ def test_plan_and_estimate_name_a_least_budget_that_works(
     assert main([*plan, "--device-budget", str(least)]) == 0
 
 
+def test_twice_the_ssds_hold_twice_as_much(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    machine = tmp_path / "m.json"
+    assert main(["hardware", "h200:ssd=1:host=0", "-o", str(machine)]) == 0
+    data = json.loads(machine.read_text())
+    most = peak(device_curve(read_trace(Path(trace))))
+    data["hardware"]["storage_capacity_bytes"] = most // 4
+    machine.write_text(json.dumps(data))
+    capsys.readouterr()
+    step = [trace, "--hardware", str(machine), "--device-budget", "65%", "--json"]
+    assert main(["estimate", *step]) == 1
+    changes = {change["name"]: change["step_ns"] for change in loaded(capsys)["changes"]}
+    assert changes["twice the SSDs"] is not None
+
+
 def test_policies_rules_and_candidates(trace: str, tmp_path: Path, capsys: Captured) -> None:
     rules, first, second = (tmp_path / name for name in ("r.json", "1.json", "2.json"))
     rules.write_text('{"blocks.*": "storage"}')
