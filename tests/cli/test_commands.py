@@ -77,6 +77,16 @@ def test_diff(files: Files, capsys: Captured) -> None:
     assert capsys.readouterr().out == "The plans are equal.\n"
 
 
+def test_a_migration_that_is_there_twice_is_a_difference(files: Files, capsys: Captured) -> None:
+    plan = make_plan()
+    twice = files.out / "twice.json"
+    write_plan(replace(plan, migrations=(*plan.migrations, plan.migrations[0])), twice)
+    assert main(["diff", files.plan, str(twice)]) == 1
+    assert "added (" in capsys.readouterr().out
+    assert main(["diff", str(twice), files.plan]) == 1
+    assert "removed (" in capsys.readouterr().out
+
+
 def test_diff_json(files: Files, capsys: Captured) -> None:
     assert main(["diff", files.plan, files.other, "--json"]) == 1
     changes = loaded(capsys)
