@@ -129,7 +129,7 @@ def test_a_faster_candidate_is_the_answer_and_a_wrong_one_is_not() -> None:
     parts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     factor=st.integers(1, 4),
 )
-def test_more_of_anything_is_never_slower_than_the_plan_before(
+def test_more_memory_is_never_slower_than_the_plan_before(
     trace: StepTrace, hardware: Hardware, parts: tuple[float, float], factor: int
 ) -> None:
     low, high = sorted(parts)
