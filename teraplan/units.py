@@ -56,3 +56,11 @@ def format_bandwidth(bytes_per_s: int) -> str:
     if bytes_per_s >= 10**9:
         return f"{bytes_per_s / 1e9:.2f} GB/s"
     return f"{bytes_per_s / 1e6:.1f} MB/s"
+
+
+def format_speed_beside(bytes_per_s: int, others: str) -> str:
+    """The speed of one direction with the other busy; e.g. "waits for reads" if nothing moved.
+
+    A speed is at least 1 byte per second: that is what was measured where nothing moved.
+    """
+    return format_bandwidth(bytes_per_s) if bytes_per_s > 1 else f"waits for {others}"
