@@ -22,7 +22,7 @@ from teraplan.runtime.storage import Record, Storage, Transfer
 from teraplan.runtime.storage.cache_directory import keep, load
 from teraplan.runtime.storage.file_system import disk_facts
 from teraplan.runtime.storage.memory import address_of
-from teraplan.units import MIB, format_bandwidth, format_ns
+from teraplan.units import MIB, format_bandwidth, format_ns, format_speed_beside
 
 _log = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ def measure_storage(
     _log.info(
         "storage link: out %s, back %s, both at once %s and %s, latency %s",
         *map(format_bandwidth, (link.out_bytes_per_s, link.back_bytes_per_s)),
-        format_bandwidth(link.out_while_back_bytes_per_s),
-        format_bandwidth(link.back_while_out_bytes_per_s),
+        format_speed_beside(link.out_while_back_bytes_per_s, "reads"),
+        format_speed_beside(link.back_while_out_bytes_per_s, "writes"),
         format_ns(link.latency_ns),
     )
     return link

@@ -17,7 +17,8 @@ from teraplan.memory_curve import device_curve
 from teraplan.plan import Plan
 from teraplan.plan_file import require_same_fingerprint
 from teraplan.planners import make_plan, planner_named, with_choices_of
-from teraplan.planners.base import Problem, require_feasible
+from teraplan.planners.base import Problem
+from teraplan.planners.feasible import require_feasible
 from teraplan.recomputed_step import independent
 from teraplan.runtime.case import Case
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Device

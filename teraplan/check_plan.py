@@ -34,14 +34,17 @@ def broken_rules(violations: Sequence[Violation]) -> tuple[Violation, ...]:
     return tuple(v for v in violations if v.kind is not ViolationKind.PREDICTION)
 
 
-def invalid(violations: Sequence[Violation]) -> InvalidPlanError:
-    """The error that names the first few of these."""
+def invalid(violations: Sequence[Violation], policy: str | None = None) -> InvalidPlanError:
+    """The error that names the first few of these, and the policy where that has a bug."""
     listed = "".join(f"\n  {v.kind}: {v.message}" for v in violations[:5])
     more = f"\n  and {len(violations) - 5} more" if len(violations) > 5 else ""
     rules = "1 rule" if len(violations) == 1 else f"{len(violations)} rules"
-    return InvalidPlanError(
-        f"the plan breaks {rules}:{listed}{more}\ncorrect the migrations named, or plan again"
-    )
+    broken = f"breaks {rules}:{listed}{more}\n"
+    if policy is not None:
+        return InvalidPlanError(
+            f'the plan of policy "{policy}" {broken}correct the policy, or choose another'
+        )
+    return InvalidPlanError(f"the plan {broken}correct the migrations named, or plan again")
 
 
 def check_plan(plan: Plan) -> tuple[Violation, ...]:

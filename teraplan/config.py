@@ -66,7 +66,7 @@ class Budget:
                 return cls(percent=float(percent[1]))
             try:
                 return cls(nbytes=parse_nbytes(value))
-            except (ValueError, OverflowError) as error:
+            except ValueError as error:
                 raise ConfigError(f"expected {_BUDGET_FORMS}") from error
         if isinstance(value, SupportsIndex) and not isinstance(value, bool):
             return cls(nbytes=operator.index(value))

@@ -54,8 +54,8 @@ class InfeasibleBudgetError(TeraplanError):
     """No plan fits in the budget.
 
     Attributes:
-        least_budget_bytes: the smallest device budget for which a plan exists as far as sums of
-            bytes tell; where they do not, one for which there is a plan; 0 if unknown.
+        least_budget_bytes: a device budget for which there is a plan: the smallest one where sums
+            of bytes tell it, else perhaps a little more; 0 if unknown.
     """
 
     def __init__(self, message: str, *, least_budget_bytes: int = 0) -> None:

@@ -8,6 +8,7 @@ to one parameter is a few operations on that parameter's tensors (`foreach=False
 """
 
 import importlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,16 +33,27 @@ def load_factory(name: str) -> Factory:
     """The function that "module:function" names.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if there is none, or the module fails.
     """
     module_name, _, function = name.partition(":")
     try:
         found: Factory = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f'--model "{name}": {error}; write MODULE:FUNCTION') from error
+    except (Exception, SystemExit) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ConfigError(f'--model "{name}": {told}; write MODULE:FUNCTION') from error
     if not callable(found):
         raise ConfigError(f'--model "{name}": {found!r} is no function; write MODULE:FUNCTION')
     return found
+
+
+@contextmanager
+def modules_of_working_directory() -> Iterator[None]:
+    """Within this, modules in the working directory can be imported, as with `python -m`."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")
 
 
 def trace_of_module(factory: Factory, machine: Machine) -> StepTrace:
@@ -59,7 +71,7 @@ def trace_of_module(factory: Factory, machine: Machine) -> StepTrace:
             made = factory()
     except TeraplanError:
         raise
-    except Exception:  # noqa: BLE001  such as values that the factory reads, or `module.to(dtype)`
+    except (Exception, SystemExit):  # noqa: BLE001  such as values that the factory reads, or `module.to(dtype)`
         without_memory = torch.device("meta")
         with _telling("the factory cannot run without memory for tensors"), without_memory:
             made = factory()
@@ -108,7 +120,7 @@ def _telling(what: str) -> Iterator[None]:
         yield
     except TeraplanError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UnsupportedError(f"{what}: {type(error).__name__}: {error}") from error
 
 

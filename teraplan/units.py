@@ -3,6 +3,7 @@
 Inside the program bytes and nanoseconds are ints; text appears only at the edges.
 """
 
+import math
 import re
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -17,7 +18,8 @@ def parse_nbytes(text: str) -> int:
     """Number of bytes that `text` names ("2GiB", "500 MB", "4096").
 
     Raises:
-        ValueError: if `text` is no size, or bytes of which the last is not whole.
+        ValueError: if `text` is no size, a size beyond all floats, or bytes of which the last is
+            not whole.
     """
     match = _SIZE.fullmatch(text)
     factor = _BY_LOWER_NAME.get((match[2] or "B").lower()) if match else None
@@ -25,6 +27,8 @@ def parse_nbytes(text: str) -> int:
         units = ", ".join(_FACTORS)
         raise ValueError(f"{text!r} is not a size; write a number and one of {units}")
     number = float(match[1])
+    if math.isinf(number * factor):
+        raise ValueError("a size of hundreds of digits; write a smaller one")
     nbytes = round(number * factor)
     if factor == 1 and nbytes != number:
         raise ValueError(f"{text!r} is no whole number of bytes; write a unit, such as GiB")
@@ -52,3 +56,11 @@ def format_bandwidth(bytes_per_s: int) -> str:
     if bytes_per_s >= 10**9:
         return f"{bytes_per_s / 1e9:.2f} GB/s"
     return f"{bytes_per_s / 1e6:.1f} MB/s"
+
+
+def format_speed_beside(bytes_per_s: int, others: str) -> str:
+    """The speed of one direction with the other busy; e.g. "waits for reads" if nothing moved.
+
+    A speed is at least 1 byte per second: that is what was measured where nothing moved.
+    """
+    return format_bandwidth(bytes_per_s) if bytes_per_s > 1 else f"waits for {others}"

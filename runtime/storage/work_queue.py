@@ -2,8 +2,9 @@
 
 Some workers of a store prefer reads and some writes. While only one direction has work all do it;
 while both have, each gets workers, so that neither starves and the link is used both ways at once,
-as plans assume. Strict "reads first" would let a long prefetch hold up every write, and with it
-the memory that the writes are to free.
+as plans assume. Where few cores leave a store one worker for all that nobody waits for, it prefers
+reads: writes then wait for all reads that are queued, unless they are urgent, and the speed that is
+measured for them beside reads says so.
 """
 
 from collections import deque

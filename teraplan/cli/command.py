@@ -33,6 +33,18 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
+def require_torch() -> None:
+    """Does nothing if torch can be imported.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"needs torch: pip install torch ({error})") from error
+
+
 def emit(text: str) -> None:
     """Prints `text`, in ASCII where the terminal cannot show more."""
     encoding = sys.stdout.encoding or "ascii"

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, NO, Command, emit, emit_json
+from teraplan.cli.command import DONE, NO, Command, emit, emit_json, require_torch
 from teraplan.report.machine_text import facts_json, facts_text, num_warnings
 
 
@@ -20,6 +20,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    require_torch()
     from teraplan.runtime.machine_facts import collect
 
     facts = collect(tuple(options.storage))

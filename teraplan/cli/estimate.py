@@ -13,12 +13,14 @@ from teraplan.cli.planning import (
     add_workload_arguments,
     asked,
     library_trace,
-    with_links,
+    with_more_storage,
 )
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.memory_curve import device_curve, least_budget, peak
+from teraplan.memory_curve import device_curve, peak
 from teraplan.plan import Plan
 from teraplan.planners import make_plan
+from teraplan.planners.base import Problem
+from teraplan.planners.feasible import finds_room, working_budget
 from teraplan.report.table import aligned
 from teraplan.units import format_nbytes, format_ns
 
@@ -41,19 +43,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     question = asked(options)
-    least, most = least_budget(question.trace), peak(device_curve(question.trace))
+    most = peak(device_curve(question.trace))
     why, plan = "", None
     try:
         plan = _plan(question)
+        least = _least_bytes(question)
     except InfeasibleBudgetError as error:
-        why = str(error)
+        why, least = str(error), error.least_budget_bytes
     changes = sorted(_changes(question, plan), key=_time_per_sample)
     if options.json:
         emit_json(
             {
                 "fits": plan is not None,
                 "why": why,
-                "least_device_bytes": least.nbytes,
+                "least_device_bytes": least,
                 "unlimited_peak_bytes": most,
                 "step_ns": plan.prediction.step_ns if plan else None,
                 "ideal_ns": question.trace.duration_ns,
@@ -69,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
             }
         )
     else:
-        emit("\n".join(_lines(question, plan, why, least.nbytes, most, changes)))
+        emit("\n".join(_lines(question, plan, why, least, most, changes)))
     return DONE if plan else NO
 
 
@@ -78,6 +81,12 @@ def _plan(question: Asked, candidate: Plan | None = None) -> Plan:
     return make_plan(
         question.trace, question.machine.hardware, question.budgets, candidates=candidates
     )
+
+
+def _least_bytes(question: Asked) -> int:
+    """The least device budget that is known to work; that of the question does."""
+    problem = Problem.of(question.trace, question.machine.hardware, question.budgets)
+    return min(problem.limit_bytes, working_budget(problem, finds_room, problem.enough_bytes()))
 
 
 def _time_per_sample(change: _Change) -> float:
@@ -100,7 +109,14 @@ def _variants(question: Asked) -> Iterator[tuple[str, Asked]]:
     machine, budgets = question.machine, question.budgets
     hardware = machine.hardware
     if hardware.storage_link is not None:
-        yield "twice the SSDs", replace(question, machine=with_links(machine, storage=2.0))
+        yield (
+            "twice the SSDs",
+            replace(
+                question,
+                machine=with_more_storage(machine, 2),
+                budgets=replace(budgets, storage_bytes=2 * budgets.storage_bytes),
+            ),
+        )
     if hardware.host_link is not None:
         more = replace(hardware, host_capacity_bytes=2 * hardware.host_capacity_bytes)
         yield (

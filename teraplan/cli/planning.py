@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from teraplan.config import Budget
 from teraplan.errors import ConfigError
-from teraplan.hardware import Budgets, Link
+from teraplan.hardware import Budgets
 from teraplan.json_files import MAX_INT
 from teraplan.library.machine_file import find_machine
 from teraplan.library.machines import DEVICES, Machine
@@ -17,6 +17,14 @@ from teraplan.trace_file import excess, read_trace
 
 _MAX_SITES = 1 << 22
 """Of a step that is written down: minutes, and 750 MB in a file."""
+
+_NUMBERS = (
+    ("batch", 1, "sequences of a micro-batch"),
+    ("length", 2048, "tokens of a sequence"),
+    ("micro-batches", 1, "micro-batches of a step"),
+    ("stages", 1, "pipeline stages; the first is built"),
+)
+"""Numbers of a workload: name, default, meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,26 +70,30 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="a model whose step is written down in the library",
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--stages", type=int, default=1, help="pipeline stages; the first is built")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16")
+    for name, default, what in _NUMBERS:
+        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: {default})")
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """The workload that the arguments name."""
-    for name in ("batch", "length", "micro_batches", "stages"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')}: expected 1 or more")
-    return Workload(
-        model=options.library,
-        dtype=options.dtype,
-        batch=options.batch,
-        length=options.length,
-        micro_batches=options.micro_batches,
-        stages=options.stages,
-    )
+    numbers: dict[str, int] = {}
+    for name, default, _ in _NUMBERS:
+        field = name.replace("-", "_")
+        given = getattr(options, field)
+        numbers[field] = default if given is None else given
+        if numbers[field] < 1:
+            raise ConfigError(f"--{name}: expected 1 or more")
+    return Workload(model=options.library, dtype=options.dtype or "bfloat16", **numbers)
+
+
+def require_no_workload(options: argparse.Namespace) -> None:
+    """Refuse arguments of models of the library, where the step is another one."""
+    for name in ("dtype", *(name for name, _, _ in _NUMBERS)):
+        if getattr(options, name.replace("-", "_"), None) is not None:
+            raise ConfigError(
+                f"--{name} is for models of the library: leave it out, or give --library"
+            )
 
 
 def library_trace(workload: Workload, machine: Machine) -> StepTrace:
@@ -123,6 +135,7 @@ def asked(options: argparse.Namespace) -> Asked:
         workload = workload_of(options)
         trace = library_trace(workload, machine)
     elif options.trace is not None:
+        require_no_workload(options)
         trace = read_trace(options.trace)
     else:
         raise ConfigError("give a trace file, or --library with the name of a model")
@@ -157,26 +170,20 @@ def budgets_of(
     )
 
 
-def with_links(machine: Machine, *, storage: float = 1.0, host: float = 1.0) -> Machine:
-    """The machine with links as many times as fast; the device's port is as it was."""
+def with_more_storage(machine: Machine, factor: int) -> Machine:
+    """The machine with so many times the SSDs; the device's port is as it was."""
     hardware = machine.hardware
-
-    def faster(link: Link | None, factor: float) -> Link | None:
-        if link is None:
-            return None
-        return Link(
-            out_bytes_per_s=int(link.out_bytes_per_s * factor),
-            back_bytes_per_s=int(link.back_bytes_per_s * factor),
-            out_while_back_bytes_per_s=int(link.out_while_back_bytes_per_s * factor),
-            back_while_out_bytes_per_s=int(link.back_while_out_bytes_per_s * factor),
-            latency_ns=link.latency_ns,
-        )
-
-    changed = replace(
-        hardware,
-        host_link=faster(hardware.host_link, host),
-        storage_link=faster(hardware.storage_link, storage),
+    link = hardware.storage_link
+    assert link is not None, "there are SSDs"
+    faster = replace(
+        link,
+        out_bytes_per_s=link.out_bytes_per_s * factor,
+        back_bytes_per_s=link.back_bytes_per_s * factor,
+        out_while_back_bytes_per_s=link.out_while_back_bytes_per_s * factor,
+        back_while_out_bytes_per_s=link.back_while_out_bytes_per_s * factor,
     )
+    nbytes = hardware.storage_capacity_bytes * factor
+    changed = replace(hardware, storage_link=faster, storage_capacity_bytes=nbytes)
     return replace(machine, hardware=changed)
 
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, Command, emit, emit_json
+from teraplan.cli.command import DONE, Command, emit, emit_json, require_torch
 from teraplan.hardware import Link
 from teraplan.report.machine_text import links_json, links_text
 
@@ -34,6 +34,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _measure(directories: tuple[Path, ...], *, refresh: bool) -> list[tuple[str, Link]]:
+    require_torch()
     from teraplan.runtime.links import host_link, storage_link
 
     links: list[tuple[str, Link]] = []

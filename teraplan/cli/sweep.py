@@ -14,6 +14,7 @@ from teraplan.cli.planning import (
     budgets_of,
     library_trace,
     listed,
+    require_no_workload,
     workload_of,
 )
 from teraplan.errors import ConfigError, InfeasibleBudgetError
@@ -61,6 +62,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.library is not None:
         trace = library_trace(workload_of(options), machine)
     elif options.trace is not None:
+        require_no_workload(options)
         trace = read_trace(options.trace)
     else:
         raise ConfigError("give a trace file, or --library with the name of a model")
@@ -78,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _cells(trace: StepTrace, options: argparse.Namespace) -> list[Cell]:
-    """One cell for each combination, from the least of everything on: no later one is slower."""
+    """One cell for each combination, from the least of all on: more memory is never slower."""
     try:
         ssds = sorted(int(text) for text in listed(options.ssds))
     except ValueError as error:
@@ -194,8 +196,8 @@ COMMAND = Command(
     summary="step time over device budget, host budget and number of SSDs",
     description=(
         "Plans one step for every combination of budgets and SSDs, and prints a table of step\n"
-        "times; a plan for less of everything stays a candidate where there is more, so no entry\n"
-        "is slower than a smaller one. Exit code 0 if any combination fits, 1 if none does."
+        "times; a plan for less of everything stays a candidate where there is more, so more\n"
+        "memory is never slower. Exit code 0 if any combination fits, 1 if none does."
     ),
     example="teraplan sweep --library llama3-8b --hardware h100-nvl --png sweep.png",
     add_arguments=_add_arguments,

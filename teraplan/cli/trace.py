@@ -3,12 +3,13 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, Command, emit, emit_json
+from teraplan.cli.command import DONE, Command, emit, emit_json, require_torch
 from teraplan.cli.output_file import writing
 from teraplan.cli.planning import (
     add_machine_argument,
     add_workload_arguments,
     library_trace,
+    require_no_workload,
     workload_of,
 )
 from teraplan.errors import ConfigError
@@ -62,9 +63,16 @@ def _trace(options: argparse.Namespace, machine: Machine) -> StepTrace:
         raise ConfigError("give either --model MODULE:FACTORY or --library with a model's name")
     if options.library is not None:
         return library_trace(workload_of(options), machine)
-    from teraplan.fake_trace import load_factory, trace_of_module
+    require_no_workload(options)
+    require_torch()
+    from teraplan.fake_trace import (
+        load_factory,
+        modules_of_working_directory,
+        trace_of_module,
+    )
 
-    return trace_of_module(load_factory(options.model), machine)
+    with modules_of_working_directory():
+        return trace_of_module(load_factory(options.model), machine)
 
 
 COMMAND = Command(

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from teraplan.errors import ConfigError
 from teraplan.hardware import Hardware, HostCores, Link
+from teraplan.json_files import MAX_INT
 from teraplan.units import parse_nbytes
 
 GB = 10**9
@@ -173,6 +174,7 @@ _SSD = _Path(
 )
 _SSD_BYTES = 2000 * GB
 MAX_SSDS = 12
+_SSD_COUNTS = tuple(str(count) for count in range(MAX_SSDS + 1))
 
 
 def machine_named(spec: str) -> Machine:
@@ -203,7 +205,7 @@ def machine_named(spec: str) -> Machine:
     staging_bytes, cores = 0, None
     for option in options:
         key, _, value = option.partition("=")
-        if key == "ssd" and value.isascii() and value.isdigit() and int(value) <= MAX_SSDS:
+        if key == "ssd" and value in _SSD_COUNTS:
             num_ssds = int(value)
         elif key == "host":
             host_bytes = _size(spec, value)
@@ -236,9 +238,12 @@ def _cores(spec: str, host: _Host, value: str) -> HostCores:
 
 def _size(spec: str, value: str) -> int:
     try:
-        return parse_nbytes(value)
+        nbytes = parse_nbytes(value)
     except ValueError as error:
         raise ConfigError(f'machine "{spec}": {error}') from error
+    if nbytes > MAX_INT:
+        raise ConfigError(f'machine "{spec}": {value} is more than files hold, {MAX_INT} bytes')
+    return nbytes
 
 
 def _machine(

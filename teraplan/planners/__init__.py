@@ -13,8 +13,16 @@ from teraplan.check_plan import broken_rules, check_plan, invalid, require_valid
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.plan import UNKNOWN, HostUpdate, Plan, Recomputation
-from teraplan.planners.base import Planner, Problem, require_feasible
+from teraplan.planners.base import Planner, Problem
 from teraplan.planners.baselines import plan_on_demand, plan_statically
+from teraplan.planners.feasible import (
+    Works,
+    finds_room,
+    require_feasible,
+    with_working_budget,
+    works_by,
+)
+from teraplan.planners.finishing import NEAR
 from teraplan.planners.foreign import load_planner
 from teraplan.planners.recompute import recomputations, with_recomputed
 from teraplan.planners.rules import apply_rules
@@ -39,6 +47,8 @@ POLICIES: Mapping[str, Planner] = MappingProxyType(
         "zero-infinity": plan_statically,
     }
 )
+_QUICK = ("lru", "belady", "zero-infinity")
+"""Policies that plan long steps in no time."""
 ENTRY_POINTS = "teraplan.policies"
 """Group of entry points in which other packages name their policies."""
 
@@ -87,6 +97,7 @@ def make_plan(
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
 
     kept = Problem.of(trace, hardware, budgets)
+    works = _works_by(policy, planner, kept)
 
     def problem_of(recomputed: tuple[Recomputation, ...]) -> Problem:
         if not recomputed:
@@ -96,9 +107,12 @@ def make_plan(
 
     @cache
     def plan_step(recomputed: tuple[Recomputation, ...] = (), draft: bool = False) -> Plan:
-        asked = _asked(problem_of(recomputed), rules or {}, deadline, split)
+        asked = _asked(problem_of(recomputed), works, rules or {}, deadline, split)
         asked = replace(asked, draft=draft)
-        migrations = planner(asked)
+        try:
+            migrations = planner(asked)
+        except InfeasibleBudgetError as error:
+            raise with_working_budget(error, asked, works) from error
         host_updates: tuple[HostUpdate, ...] = ()
         if planner is plan_by_stalls:
             migrations, host_updates = split_updates(asked, planner, migrations)
@@ -115,7 +129,7 @@ def make_plan(
         if policy not in POLICIES:  # only what holds can be simulated, and others may have bugs
             broken = broken_rules(check_plan(plan))
             if broken:
-                raise invalid(broken)
+                raise invalid(broken, policy)
         plan = replace(plan, prediction=predict(trace, hardware, *plan.choices))
         require_valid(plan)
         return plan
@@ -140,11 +154,22 @@ def make_plan(
     return replace(plan, prediction=replace(plan.prediction, bound_ns=bound_ns))
 
 
+def _works_by(policy: str, planner: Planner, problem: Problem) -> Works | None:
+    """By which the budget is found that an error names; None if the policy is too slow for that."""
+    if planner is plan_by_stalls:
+        return finds_room
+    quick = policy in _QUICK or (policy in POLICIES and len(problem.lifetimes) <= NEAR)
+    return partial(works_by, planner) if quick else None
+
+
 def _asked(
-    problem: Problem, rules: Mapping[str, Tier], deadline: float | None, splits: bool
+    problem: Problem,
+    works: Works | None,
+    rules: Mapping[str, Tier],
+    deadline: float | None,
+    splits: bool,
 ) -> Problem:
     """What a planner is asked, which is feasible."""
-    require_feasible(problem)
     ruled = apply_rules(problem.trace, rules)
     asked = replace(
         Problem.of(ruled.trace, problem.hardware, problem.budgets) if rules else problem,
@@ -153,8 +178,7 @@ def _asked(
         deadline=deadline,
         splits=splits,
     )
-    if rules:
-        require_feasible(asked)
+    require_feasible(asked, works)
     return asked
 
 

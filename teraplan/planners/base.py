@@ -7,7 +7,7 @@ independent checker refuses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -97,6 +97,10 @@ class Problem:
             may_be_hosted=tuple(range(len(trace.updates))),
         )
 
+    def within(self, limit_bytes: int) -> "Problem":
+        """The same with another limit of the device."""
+        return replace(self, limit_bytes=limit_bytes)
+
     def simulator(self) -> Simulator:
         """The simulator of this step on this machine."""
         return Simulator(self.trace, self.hardware, self.host_work)
@@ -106,11 +110,23 @@ class Problem:
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         return np.clip(self.device - limit, 0, self.idle)
 
+    def enough_bytes(self) -> int:
+        """The least device budget as far as sums of bytes tell; with less there is no plan.
+
+        It has room for what is touched, and for what the other tiers have no room for.
+        """
+        return max(self.least.nbytes, peak(self.device) - self.room_bytes())
+
     def room_bytes(self) -> int:
         """The most that can be elsewhere at once; a tier with less than any tensor holds none."""
         smallest = min(self.lifetimes.nbytes.tolist(), default=0)
         splits = self.may_split()
         return sum(size for size in self.tier_bytes.values() if splits or size >= smallest)
+
+    def rooms(self) -> str:
+        """The room in the other tiers in words."""
+        rooms = [f"{format_nbytes(n)} in {tier}" for tier, n in self.tier_bytes.items()]
+        return " and ".join(rooms) if rooms else "no other tier (the hardware has no link)"
 
     def links_ns(self, migrations: Sequence[Migration]) -> int:
         """How long links are busy with these, each copy alone on its link."""
@@ -165,57 +181,13 @@ class Problem:
 Planner = Callable[[Problem], tuple[Migration, ...]]
 
 
-def require_feasible(problem: Problem, *, margin_bytes: int = 0) -> None:
-    """Does nothing if the budgets can hold the step as far as sums of bytes tell.
-
-    Args:
-        problem: the step and the budgets.
-        margin_bytes: added to the least budget that an error names, since the step will be
-            measured anew under it.
-
-    Raises:
-        InfeasibleBudgetError: says which site needs how much, and the least budget.
-    """
-    least, limit = problem.least, problem.limit_bytes
-    room, most = problem.room_bytes(), peak(problem.device)
-    enough = max(least.nbytes, most - room)
-    """For what is touched, and for what the other tiers have no room for."""
-    named = enough + margin_bytes
-    if limit < least.nbytes:
-        lacking = f", with room for {_rooms(problem)}" if enough > least.nbytes else ""
-        raise InfeasibleBudgetError(
-            f"the device budget of {format_nbytes(limit)} is "
-            f"{format_nbytes(least.nbytes - limit)} too small even if everything that can move "
-            f"does: {least.describe(problem.trace)}. "
-            f"Set the device budget to at least {format_nbytes(named)} ({named} bytes){lacking}, "
-            "or use a smaller batch",
-            least_budget_bytes=named,
-        )
-    if limit < enough:
-        need, site = most - limit, int(problem.device.argmax())
-        raise InfeasibleBudgetError(
-            f"{format_nbytes(need)} must be elsewhere at site {site} to keep the device budget of "
-            f"{format_nbytes(limit)}, but there is room for {_rooms(problem)}. "
-            f"Give host memory or storage {format_nbytes(need - room)} more, or raise the device "
-            f"budget to {format_nbytes(named)} ({named} bytes)",
-            least_budget_bytes=named,
-        )
-
-
 def no_placement(problem: Problem) -> InfeasibleBudgetError:
-    """The error for budgets that are not refuted by sums, but for which no plan was found."""
+    """The error for budgets that are not refuted by sums, but for which no plan was found.
+
+    `make_plan` adds which device budget works.
+    """
     need = int(problem.pressure().max(initial=0))
-    most = peak(problem.device)
     return InfeasibleBudgetError(
-        f"found no plan that keeps {format_nbytes(need)} in {_rooms(problem)}: tensors are moved "
-        "whole, or in two parts that are not small, and these do not fit together. Raise "
-        "host_bytes, storage_bytes or the device budget: its least is "
-        f"{format_nbytes(problem.least.nbytes)} with enough storage, and with "
-        f"{format_nbytes(most)} ({most} bytes) nothing has to move",
-        least_budget_bytes=most,
+        f"found no plan that keeps {format_nbytes(need)} in {problem.rooms()}: tensors are moved "
+        "whole, or in two parts that are not small, and these do not fit together"
     )
-
-
-def _rooms(problem: Problem) -> str:
-    rooms = [f"{format_nbytes(n)} in {tier}" for tier, n in problem.tier_bytes.items()]
-    return " and ".join(rooms) if rooms else "no other tier (the hardware has no link)"

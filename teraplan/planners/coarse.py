@@ -218,6 +218,8 @@ def _coarse_trace(problem: Problem, cuts: Ints) -> tuple[StepTrace, tuple[tuple[
     starts = cuts.tolist()
     groups: dict[tuple[Windows, tuple[int, ...], object], list[int]] = defaultdict(list)
     for tensor_id, tensor in enumerate(trace.tensors):
+        if tensor.nbytes == 0:
+            continue  # never moves, and is not even there if the host updates it
         windows, changes = _coarse_windows(tensor, starts)
         only = problem.only_tier.get(tensor_id)
         copied = tensor_id in problem.host_copies

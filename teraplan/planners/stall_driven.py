@@ -50,6 +50,7 @@ from teraplan.planners.finishing import (
     finished,
     near_bound_ns,
 )
+from teraplan.planners.first_attempts import all_spreads, first_orders, first_spreads
 from teraplan.planners.placement import (
     EAGER,
     JUST_IN_TIME,
@@ -64,24 +65,13 @@ from teraplan.planners.shares import divide
 from teraplan.planners.small_step import SmallStep, StepTimes
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.tiers import Spread, assign
-from teraplan.planners.victims import (
-    ORDERS,
-    Order,
-    Priced,
-    choose,
-    farthest_use,
-    largest,
-    longest_idle,
-)
+from teraplan.planners.victims import Order, Priced, choose
 from teraplan.run_record import Direction
 from teraplan.simulator import Simulator, Timing
 
 _Plan = tuple[Migration, ...]
 
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
-_SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
-_GOOD_ORDERS = (longest_idle, largest, farthest_use)
-_BEST_ORDERS = (longest_idle, farthest_use)
 _PUBLISHED: tuple[Planner, ...] = (
     partial(plan_as_teraio, score=paper_ratio),
     partial(plan_as_teraio, score=prose),
@@ -163,7 +153,7 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
     times = StepTimes(simulator)
     best = _solve(problem, simulator, times)
     for rung in _rungs(problem):
-        lower = replace(problem, limit_bytes=rung)
+        lower = problem.within(rung)
         if best is not None and bound_ns(lower) >= best.cost[0]:
             break
         best = _better(best, _solve(lower, simulator, times))
@@ -224,8 +214,6 @@ class _Search:
         self._prices = np.zeros((2, problem.lifetimes.num_sites))
         """How much the computation has waited for copies out and in near each site."""
         self._seen: set[tuple[object, ...]] = set()
-        two_tiers = len(problem.links) > 1
-        self._spreads = _SPREADS if two_tiers else (Spread.SLOW_FIRST,)
         self._is_short = self._compares = len(problem.lifetimes) <= NEAR
         """Compares: attempts go on at the bound: one that is as fast may need links less."""
 
@@ -233,13 +221,8 @@ class _Search:
         """The best attempt; None if nothing fits into the other tiers."""
         pressure = self._problem.pressure()
         ideal = self._problem.lifetimes.site_ns.astype(np.float64)
-        orders, spreads = ORDERS, self._spreads
-        if not self._is_short:
-            orders, spreads = _GOOD_ORDERS, self._spreads[-1:]
-        if self._is_long:
-            orders = _BEST_ORDERS
-        for order in orders:
-            for spread in spreads:
+        for order in first_orders(self._problem):
+            for spread in first_spreads(self._problem):
                 self._try(self._choose(pressure, order, spread), EAGER, ideal)
         rough = self._problem.draft and len(self._problem.lifetimes) > _FEW
         if self._best is None or self._is_long or rough:
@@ -249,7 +232,7 @@ class _Search:
         self._compares = False
         if self._left >= _ENOUGH:
             order = self._best.chosen.order
-            for spread in self._spreads:
+            for spread in all_spreads(self._problem):
                 self._try(self._choose(pressure, order, spread), EAGER, ideal)
         self._try_baseline()
         for pace in _PACES[1:]:

@@ -32,7 +32,7 @@ from teraplan.hardware import Hardware, Link
 from teraplan.lifetimes import site_times
 from teraplan.placed_step import PlacedStep, host_work, last_use, without_updates
 from teraplan.plan import HostUpdate, Migration
-from teraplan.planners.base import Planner, Problem, require_feasible
+from teraplan.planners.base import Planner, Problem
 from teraplan.simulator import Simulator
 from teraplan.step_trace import StepTrace
 from teraplan.units import format_nbytes, format_ns
@@ -237,10 +237,9 @@ def _planned(
 ) -> Split | None:
     """The plan with these updates on the host, None if there is none."""
     left = left_for_device(problem, host_updates)
-    if left is None:
+    if left is None or left.limit_bytes < left.enough_bytes():
         return None
     try:
-        require_feasible(left)
         return _simulated(problem, planner(left), host_updates)
     except InfeasibleBudgetError:
         return None

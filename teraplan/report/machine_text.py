@@ -6,7 +6,7 @@ from typing import Protocol
 
 from teraplan.hardware import Link
 from teraplan.report.table import aligned
-from teraplan.units import format_bandwidth, format_ns
+from teraplan.units import format_bandwidth, format_ns, format_speed_beside
 
 _MARKS = {"ok": "✓", "note": "·", "warning": "!"}
 
@@ -70,14 +70,14 @@ def links_text(links: Sequence[tuple[str, Link]]) -> str:
     """Speeds of each link alone and in both directions at once; `out` leaves the device."""
     rows = [("link", "out", "back", "out, both at once", "back, both at once", "latency")]
     for name, link in links:
-        speeds = (
-            link.out_bytes_per_s,
-            link.back_bytes_per_s,
-            link.out_while_back_bytes_per_s,
-            link.back_while_out_bytes_per_s,
+        cells = (
+            format_bandwidth(link.out_bytes_per_s),
+            format_bandwidth(link.back_bytes_per_s),
+            format_speed_beside(link.out_while_back_bytes_per_s, "reads"),
+            format_speed_beside(link.back_while_out_bytes_per_s, "writes"),
+            format_ns(link.latency_ns),
         )
-        cells = [format_bandwidth(speed) for speed in speeds]
-        rows.append((name, cells[0], cells[1], cells[2], cells[3], format_ns(link.latency_ns)))
+        rows.append((name, *cells))
     return "\n".join(aligned(rows, "<>>>>>"))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 
 from teraplan.hardware import Tier
 from teraplan.plan import Migration, Plan
@@ -119,9 +120,10 @@ def _decisions(before: Plan, after: Plan) -> tuple[DecisionChange, ...]:
         groups.setdefault((what, template, node), []).append(tensor)
 
     for key in [*old, *(key for key in new if key not in old)]:
-        what = _difference(old.get(key), new.get(key))
-        if what:
-            add(what, (new.get(key) or old[key])[0])
+        for one, other in zip_longest(old.get(key, ()), new.get(key, ())):
+            what, there = _difference(one, other), other or one
+            if what and there:
+                add(what, there[0])
     for what, tensors in _moved_updates(before, after):
         template = name_template(tensors[0].layer or tensors[0].name)
         groups.setdefault((what, template, ""), []).extend(tensors)
@@ -149,12 +151,16 @@ def _moved_updates(before: Plan, after: Plan) -> list[tuple[str, list[Tensor]]]:
     return gone + [("update on the host", new[name]) for name in new if name not in old]
 
 
-def _by_period(plan: Plan) -> dict[tuple[str, int], tuple[Tensor, Migration]]:
-    """Migrations by tensor name and number of the inactive period of that tensor."""
-    found: dict[tuple[str, int], tuple[Tensor, Migration]] = {}
+def _by_period(plan: Plan) -> dict[tuple[str, int], list[tuple[Tensor, Migration]]]:
+    """Migrations by tensor name and number of the inactive period of that tensor.
+
+    More than one in a period are in no plan that holds, but may be in a file.
+    """
+    found: dict[tuple[str, int], list[tuple[Tensor, Migration]]] = {}
     for migration in plan.migrations:
         tensor = plan.trace.tensors[migration.tensor_id]
-        found[tensor.name, _period(plan.trace, migration)] = (tensor, migration)
+        period = tensor.name, _period(plan.trace, migration)
+        found.setdefault(period, []).append((tensor, migration))
     return found
 
 

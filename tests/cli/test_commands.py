@@ -77,6 +77,16 @@ def test_diff(files: Files, capsys: Captured) -> None:
     assert capsys.readouterr().out == "The plans are equal.\n"
 
 
+def test_a_migration_that_is_there_twice_is_a_difference(files: Files, capsys: Captured) -> None:
+    plan = make_plan()
+    twice = files.out / "twice.json"
+    write_plan(replace(plan, migrations=(*plan.migrations, plan.migrations[0])), twice)
+    assert main(["diff", files.plan, str(twice)]) == 1
+    assert "added (" in capsys.readouterr().out
+    assert main(["diff", str(twice), files.plan]) == 1
+    assert "removed (" in capsys.readouterr().out
+
+
 def test_diff_json(files: Files, capsys: Captured) -> None:
     assert main(["diff", files.plan, files.other, "--json"]) == 1
     changes = loaded(capsys)
@@ -338,3 +348,19 @@ def test_module_can_be_run_on_a_terminal_without_unicode(files: Files) -> None:
     assert done.returncode == 0
     assert b"forward -> backward" in done.stdout
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["doctor"],
+        ["probe"],
+        ["trace", "--model", "tests.cli.own_model:build", "--hardware", "h200", "-o", "t.json"],
+    ],
+)
+def test_what_needs_torch_says_so(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(arguments) == 2
+    assert_one_line(capsys, f"teraplan {arguments[0]}: needs torch: pip install torch")

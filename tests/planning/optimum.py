@@ -25,13 +25,17 @@ def optimum_ns(
         return None
     simulator, fixed = Simulator(trace, hardware), fixed_curve(trace)
     largest = sum(tensor.nbytes for tensor in trace.tensors)
+    rooms = {
+        Tier.HOST: hardware.host_room_bytes(limits.host_bytes),
+        Tier.STORAGE: min(limits.storage_bytes, hardware.storage_capacity_bytes),
+    }
+    short = {tier for tier, room in rooms.items() if room < largest}
     best: int | None = None
     for chosen in itertools.product(*options):
         plan = tuple(m for m in chosen if m is not None)
         if (fixed + managed_curve(trace, plan) > limits.device_bytes).any():
             continue
-        hosted = any(m.tier is Tier.HOST for m in plan) and limits.host_bytes < largest
-        in_doubt = hosted or any(m.clean for m in plan)
+        in_doubt = any(m.clean or m.tier in short for m in plan)
         if in_doubt and check_plan(plan_of(trace, hardware, limits, plan)):
             continue
         step_ns = simulator.run(plan).step_ns

@@ -160,6 +160,17 @@ def test_what_a_policy_does_wrong_names_it(
         make_plan(trace, machine(), budgets(half(trace)), "mine")
 
 
+def twice(problem: Problem) -> tuple[Migration, ...]:
+    return 2 * plan_by_stalls(problem)
+
+
+def test_a_plan_that_does_not_hold_names_its_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, mine="twice")
+    trace = gpt_trace(2)
+    with pytest.raises(InvalidPlanError, match=r'^the plan of policy "mine" breaks \d+ rules:'):
+        make_plan(trace, machine(), budgets(half(trace)), "mine")
+
+
 def test_the_error_of_a_policy_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, mine="fails", none="finds_no_plan")
     trace = gpt_trace(2)

@@ -7,10 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teraplan.check_plan import check_plan
-from teraplan.hardware import Hardware
+from teraplan.hardware import Hardware, HostCores
 from teraplan.library.machines import machine_named
 from teraplan.memory_curve import device_curve, managed_curve, peak
-from teraplan.planners import finishing, make_plan, postpone, small_step, stall_driven
+from teraplan.planners import (
+    coarse,
+    finishing,
+    first_attempts,
+    make_plan,
+    postpone,
+    small_step,
+    stall_driven,
+)
 from teraplan.planners.base import Problem
 from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
 from teraplan.planners.postpone import postpone_copies_out
@@ -58,7 +66,7 @@ def test_three_attempts_give_a_plan(trace: StepTrace, monkeypatch: pytest.Monkey
     limit = budgets(between(trace, 0.3))
     before = make_plan(trace, machine(6.0, host=12.0), limit)
     monkeypatch.setattr(stall_driven, "_MANY", 50)
-    for module in (stall_driven, finishing):
+    for module in (stall_driven, finishing, first_attempts):
         monkeypatch.setattr(module, "PLENTY", 50)
         monkeypatch.setattr(module, "NEAR", 50)
     plan = make_plan(trace, machine(6.0, host=12.0), limit)
@@ -127,3 +135,19 @@ def test_beside_updates_on_the_host_two_lower_budgets_are_tried(
     beside = [problem for problem in solved if problem.host_work]
     steps = {id(problem.trace) for problem in beside}
     assert len(beside) == 3 * len(steps)
+
+
+def test_plans_of_coarse_steps_hold_beside_updates_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host's state has no bytes on the device, and is in no group of tensors that move."""
+    trace = layers_step((20_000,) * 40, wide=4000)
+    cores = HostCores(update_bytes_per_s=4 * 10**9, memory_bytes_per_s=16 * 10**9)
+    hardware = replace(machine(1.0, 4.0), host_cores=cores)
+    for name, value in (("_SLOTS", 30), ("_SLOTS_OF_CALL", 5), ("_LARGEST_PART", 10)):
+        monkeypatch.setattr(coarse, name, value)
+    monkeypatch.setattr(stall_driven, "_MANY", 100)
+    monkeypatch.setattr(stall_driven, "_WORK", 3000)
+    plan = make_plan(trace, hardware, budgets(between(trace, 0.3)))
+    assert 0 < len(plan.host_updates) < len(trace.updates)
+    assert check_plan(plan) == ()

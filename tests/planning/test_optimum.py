@@ -121,6 +121,18 @@ def test_splits_come_near_or_beat_the_best_plan_of_whole_tensors(part: int) -> N
     assert gaps[0] < -0.01
 
 
+@pytest.mark.parametrize("capacity", [150, 1000])
+def test_the_optimum_keeps_the_room_of_storage(capacity: int) -> None:
+    """Two of 100 bytes should go: there is room for one, by budget or by capacity."""
+    spans = [(100, ((i, i), (4 - i, 5 - i)), False) for i in range(2)]
+    trace = step(6, *spans, (100, ((2, 3),), False))
+    machine = replace(one_byte_per_ns(), host_link=None, storage_capacity_bytes=capacity)
+    limits = replace(budgets(1100), storage_bytes=1150 - capacity)
+    assert optimum_ns(trace, machine, limits) is None
+    plenty = replace(machine, storage_capacity_bytes=200)
+    assert optimum_ns(trace, plenty, budgets(1100)) is not None
+
+
 def step_ns_of(trace: StepTrace, limit: int) -> int:
     plan = make_plan(trace, one_byte_per_ns(), budgets(limit))
     assert check_plan(plan) == ()

@@ -1,5 +1,6 @@
 """Every text that a person reads, as a whole, and the facts in it that must hold."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -229,6 +230,8 @@ def test_facts() -> None:
 def test_links() -> None:
     links = [("host", LINK), ("storage", DISK)]
     assert_golden("probe.txt", links_text(links))
+    waiting = replace(DISK, out_while_back_bytes_per_s=1)
+    assert re.search(r"6.80 GB/s +waits for reads +3.60 GB/s", links_text([("storage", waiting)]))
     storage = links_json(links)["storage"]
     assert isinstance(storage, dict)
     assert storage["latency_ns"] == 90_000

@@ -1,0 +1,28 @@
+"""What the default policy tries first: orders of tensors, and ways to spread them over tiers."""
+
+from teraplan.planners.base import Problem
+from teraplan.planners.finishing import NEAR, PLENTY
+from teraplan.planners.tiers import Spread
+from teraplan.planners.victims import ORDERS, Order, farthest_use, largest, longest_idle
+
+_SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
+_GOOD_ORDERS = (longest_idle, largest, farthest_use)
+_BEST_ORDERS = (longest_idle, farthest_use)
+
+
+def all_spreads(problem: Problem) -> tuple[Spread, ...]:
+    """All that make a difference on this machine."""
+    return _SPREADS if len(problem.links) > 1 else (Spread.SLOW_FIRST,)
+
+
+def first_orders(problem: Problem) -> tuple[Order, ...]:
+    """The fewer, the more idle periods there are."""
+    if len(problem.lifetimes) <= NEAR:
+        return ORDERS
+    return _GOOD_ORDERS if len(problem.lifetimes) <= PLENTY else _BEST_ORDERS
+
+
+def first_spreads(problem: Problem) -> tuple[Spread, ...]:
+    """All where there are few idle periods, else the last one."""
+    spreads = all_spreads(problem)
+    return spreads if len(problem.lifetimes) <= NEAR else spreads[-1:]
