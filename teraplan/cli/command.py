@@ -1,6 +1,7 @@
 """What a command is, and what all of them share: exit codes, output, reading of their inputs."""
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -40,7 +41,7 @@ def require_torch() -> None:
         ConfigError: it cannot.
     """
     try:
-        import torch  # noqa: F401
+        importlib.import_module("torch")
     except ImportError as error:
         raise ConfigError(f"needs torch: pip install torch ({error})") from error
 

@@ -84,7 +84,14 @@ def workload_of(options: argparse.Namespace) -> Workload:
         numbers[field] = default if given is None else given
         if numbers[field] < 1:
             raise ConfigError(f"--{name}: expected 1 or more")
-    return Workload(model=options.library, dtype=options.dtype or "bfloat16", **numbers)
+    return Workload(
+        model=options.library,
+        dtype=options.dtype or "bfloat16",
+        batch=numbers["batch"],
+        length=numbers["length"],
+        micro_batches=numbers["micro_batches"],
+        stages=numbers["stages"],
+    )
 
 
 def require_no_workload(options: argparse.Namespace) -> None:
