@@ -156,7 +156,7 @@ class Session:
         if self._called:
             return
         if self.keeper.refusal:
-            self._fall_back(self.keeper.refusal)
+            self.fall_back(self.keeper.refusal)
         if self.engine.recorder is None:
             self._shares.refuse_state_alone()
         self._called = True
@@ -212,12 +212,9 @@ class Session:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _case(self, key: CaseKey) -> Case:
-        return self.cases.setdefault(key, Case(number=len(self.cases)))
-
     def _begin_step(self, key: CaseKey) -> None:
         self._finish_step()
-        self.active = case = self._case(key)
+        self.active = case = self.cases.setdefault(key, Case(number=len(self.cases)))
         self._plan(case)
         self._bounds.begin()
         lacks_state = not self._bounds.optimizer_known and self._shares.lacks_state
@@ -274,11 +271,11 @@ class Session:
         case.forget_plans()
         self._fault = faults[0]
         self.plans.forget_room(case)
-        self._fall_back(f"of {len(faults)} faults of storage the first: {faults[0]}")
+        self.fall_back(f"of {len(faults)} faults of storage the first: {faults[0]}")
 
     def _check_repeats(self, case: Case) -> None:
         if not case.repeats:
-            self._fall_back(
+            self.fall_back(
                 f"step kind {case.number} was different every time; its next {case.pause_steps} "
                 "run without a plan, then it is measured again"
             )
@@ -301,7 +298,7 @@ class Session:
             peak_bytes = self.actual_peak_bytes()
         lesson = learn(case, self.plans, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
         if lesson.fallback:
-            self._fall_back(lesson.fallback)
+            self.fall_back(lesson.fallback)
         if lesson.plan is not None:
             self._follow(case, lesson.plan, anew=not lesson.only_predicts)
             self.device.has_planned(anew=not lesson.only_predicts)
@@ -338,7 +335,7 @@ class Session:
         self.tables[table.graph] = table
         for name, nbytes, why in table.uncovered:
             if nbytes >= MIN_SLOT_BYTES:
-                self._fall_back(
+                self.fall_back(
                     f"the saved activation {name} ({format_nbytes(nbytes)}) cannot move: {why}"
                 )
         self.plans.require_known(table)
@@ -384,7 +381,8 @@ class Session:
         self.device.take_peak()
         self._peak_bytes = 0
 
-    def _fall_back(self, what: str) -> None:
+    def fall_back(self, what: str) -> None:
+        """`what`, a sentence, is done in the place of something better; see `fallbacks.allow`."""
         fallbacks.allow(what, strict=self.config.strict)
         self.fallbacks.append(what)
         log.warning("%s", what)

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
@@ -14,6 +15,7 @@ from teraplan.config import Config
 from teraplan.errors import StateHasToMoveError
 from teraplan.held_session import HeldSession, Lifeline
 from teraplan.passes import inference
+from teraplan.passes.functional_gradients import takes_gradients
 from teraplan.passes.partition import config_patches, partition
 from teraplan.runtime.dispatch import running
 from teraplan.runtime.double_backward import refuse_double_backward
@@ -33,6 +35,8 @@ class RunnableGraph:
         self._known = weakref.ref(session)
         """The session that knows of this graph."""
         session.compiling(example_inputs)
+        self._may_hold_all = takes_gradients(gm)
+        """It may have its backward within it, where nothing moves, as far as is known yet."""
         self._compiled = _compile(session.config, gm, example_inputs)
 
     def run(self, args: tuple[Any, ...], shapes: tuple[object, ...]) -> Any:  # noqa: ANN401
@@ -45,6 +49,10 @@ class RunnableGraph:
         refuse_double_backward(results)
         session.end_call()
         session.keeper.check()
+        if self._may_hold_all:
+            self._may_hold_all = False
+            if not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
+                session.fall_back(_HOLDS_ALL)
         return results
 
     def _run(self, session: Session, args: tuple[Any, ...], shapes: tuple[object, ...]) -> Any:  # noqa: ANN401
@@ -60,6 +68,13 @@ class RunnableGraph:
     def results_like(self, args: tuple[Any, ...]) -> Any:  # noqa: ANN401
         """Results without values, which DistributedDataParallel asks for while it compiles."""
         return self._compiled(*args)
+
+
+_HOLDS_ALL = (
+    "gradients are taken within what is compiled (torch.func.grad): forward and backward are one "
+    "graph, nothing that it saves moves, and no budget holds for it; compile the model or its "
+    "loss, and take the gradients outside"
+)
 
 
 def _compile(config: Config, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:

@@ -3,12 +3,16 @@
 import logging
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import teraplan
 from teraplan.dynamo_entry import warn_at_first_step
+from teraplan.errors import FallbackRefusedError
 
 
 @pytest.mark.parametrize("in_use", [False, True])
@@ -47,6 +51,42 @@ def test_a_closure_is_given_the_chance_to_compile(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.slow
+def _loss(parameters: Mapping[str, torch.Tensor], net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.func.functional_call(net, dict(parameters), (x,))
+    return result.square().mean()
+
+
+def test_gradients_taken_within_a_graph_are_told_of() -> None:
+    """There is one graph then, from which nothing leaves."""
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.ones(4, 8)
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+    for strict in (False, True):
+        options: dict[str, Any] = {"kernels": "aot_eager", "strict": strict}
+        torch._dynamo.reset()
+        call = torch.compile(torch.func.grad(_loss), backend="teraplan", options=options)
+        if strict:
+            with pytest.raises(FallbackRefusedError, match="gradients are taken within what"):
+                call(parameters, net, x)
+        else:
+            call(parameters, net, x)
+            assert "take the gradients outside" in str(teraplan.status().fallbacks)
+
+
+def test_gradients_within_a_graph_that_is_trained_are_all_right() -> None:
+    """A penalty on the gradient by the inputs: the graph has a backward all the same."""
+    net, x = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 1)), torch.ones(64, 64)
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        by_inputs: torch.Tensor = torch.func.grad(lambda v: net(v).sum())(x)
+        return by_inputs.square().mean()
+
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"kernels": "aot_eager", "device_budget": "1GiB", "strict": True}
+    loss = torch.compile(penalty, backend="teraplan", options=options)(x)
+    torch.autograd.backward(loss)
+    assert teraplan.status().sites > 0
+
+
 def test_only_for_our_backend_and_only_where_nothing_is_compiled() -> None:
     """In a process that has imported teraplan for its status."""
     code = """
