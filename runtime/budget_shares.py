@@ -93,8 +93,10 @@ class BudgetShares:
         except InfeasibleBudgetError:
             if not gc.collect():
                 raise
-            self._refresh(())  # models that are gone were still there
-            self._divide(case, is_new=is_new, may_start=may_start)
+        else:
+            return
+        self._refresh(())  # models that are gone were still there
+        self._divide(case, is_new=is_new, may_start=may_start)
 
     def _divide(self, case: Case, *, is_new: bool, may_start: bool) -> None:
         self._budget_bytes = budget = self.budget_bytes(case)

@@ -87,7 +87,7 @@ class Session:
         self.device = device
         self.engine = Engine(device)
         chunk_bytes = replayed.trace.fingerprint.chunk_bytes if replayed is not None else None
-        self.keeper = StateKeeper(config, device, models, chunk_bytes)
+        self.keeper = keeper = StateKeeper(config, device, models, chunk_bytes)
         self.host_updates = HostUpdates(config, device, self.keeper)
         self._shares = BudgetShares(config, device, self.keeper, self.host_updates)
         self.tables: dict[str, GraphTable] = {}
@@ -110,7 +110,7 @@ class Session:
         self._faults = StepFaults(self.engine)
         self.reports = ReportFiles(config.report, strict=config.strict)
         self.plans = PlanMaker(
-            config, device, self.reports, lambda: self.keeper.chunk_bytes, replayed
+            config, device, self.reports, lambda: keeper.chunk_bytes, replayed
         )
         self._hook = watch_optimizers(self)
         self._finalizer = weakref.finalize(

@@ -42,7 +42,7 @@ def test_measuring_takes_a_small_part_of_what_is_free_and_keeps_nothing(
     try:
         link = measure_link(cuda)
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
     assert 10**7 < link.out_while_back_bytes_per_s <= link.out_bytes_per_s < 10**13
     assert 10**7 < link.back_while_out_bytes_per_s <= link.back_bytes_per_s < 10**13
     assert cuda.allocated("peak") == 2 * block_bytes

@@ -21,7 +21,7 @@ from tests.runtime.cuda_world import LARGE, World, content_of
 def elsewhere() -> Iterator[None]:
     torch.set_default_device("meta")
     yield
-    torch.set_default_device("cpu")
+    torch.set_default_device(None)
 
 
 class _Owner:
