@@ -50,7 +50,6 @@ def test_a_closure_is_given_the_chance_to_compile(caplog: pytest.LogCaptureFixtu
         assert "no graph has been compiled" in caplog.text
 
 
-@pytest.mark.slow
 def _loss(parameters: Mapping[str, torch.Tensor], net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = torch.func.functional_call(net, dict(parameters), (x,))
     return result.square().mean()
@@ -87,6 +86,7 @@ def test_gradients_within_a_graph_that_is_trained_are_all_right() -> None:
     assert teraplan.status().sites > 0
 
 
+@pytest.mark.slow
 def test_only_for_our_backend_and_only_where_nothing_is_compiled() -> None:
     """In a process that has imported teraplan for its status."""
     code = """
