@@ -28,8 +28,6 @@ adds up gradients 11 %, two small ones that clip them 21 and 49 %, since what is
 _HOPELESS_FRACTION, _HOPELESS_WHERE_SIZES_VARY = 5 / 8, 1 / 4
 """Of what graphs have beside what lasts. Of 26 models with fixed sizes at least 0.72 of it was
 needed (median 0.96); where sizes vary, three quarters were not."""
-
-
 _MOST_CALLS = 32
 """As many as one graph has saved, a step may save in all: blocks are compiled one by one, or graphs
 break, and how often they are called is seen when they are."""

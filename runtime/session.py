@@ -109,9 +109,7 @@ class Session:
         """Of the last whole step."""
         self._faults = StepFaults(self.engine)
         self.reports = ReportFiles(config.report, strict=config.strict)
-        self.plans = PlanMaker(
-            config, device, self.reports, lambda: keeper.chunk_bytes, replayed
-        )
+        self.plans = PlanMaker(config, device, self.reports, lambda: keeper.chunk_bytes, replayed)
         self._hook = watch_optimizers(self)
         self._finalizer = weakref.finalize(
             self, _close, device, self._hook, self.keeper, self.host_updates
@@ -240,7 +238,8 @@ class Session:
         if recorder is None or case is None:
             return
         recorder.finish()
-        self._shares.saw(recorder.saved_bytes)
+        if self.engine.unplanned:
+            self._shares.saw(recorder.saved_bytes)
         self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes)
         beyond_bytes = self.device.peak_bytes() - recorder.peak_bytes
         if beyond_bytes > 0:  # it was the user's, between two steps
