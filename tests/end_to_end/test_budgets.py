@@ -1,7 +1,8 @@
 """Which budgets work: from the least on all, with equal bits; below it there is no step at all."""
 
-import gc
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from bench.models import gpt
 from teraplan.errors import InfeasibleBudgetError
+from teraplan.runtime import budget_shares
+from teraplan.runtime.budget import GraphForecast
 from teraplan.runtime.session import Session
 from tests.end_to_end.moving import adamw, budget_beside_others, states
 from tests.end_to_end.training import (
@@ -238,23 +241,34 @@ def test_percent_of_the_peak_of_blocks_that_are_compiled_one_by_one(budget: str)
         run(program, device_budget="1%", kernels="aot_eager")
 
 
-def test_what_is_garbage_does_not_count() -> None:
+@pytest.mark.parametrize("num_freed", [0, 7])
+def test_what_is_garbage_does_not_count(num_freed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is gone may be in a cycle that Python has not looked for yet."""
+    collections: list[int] = []
+    refuse = GraphForecast.refuse
 
-    class Cycle:
-        def __init__(self) -> None:
-            self.itself, self.tensor = self, torch.ones(64 * MIB // 4)
+    def with_garbage(self: GraphForecast, budget_bytes: int, **options: Any) -> None:  # noqa: ANN401
+        if not collections:
+            raise InfeasibleBudgetError("with what is garbage")
+        refuse(self, budget_bytes, **options)
 
-    def program(this: Run) -> None:
-        net = this.compile(MLP())
-        Cycle()
-        this.record(net(*MLP().batch(0)), net)
+    def collect() -> int:
+        collections.append(num_freed)
+        return num_freed
 
-    gc.disable()
-    try:
-        within(program, 16 * MIB, kernels="aot_eager")
-    finally:
-        gc.enable()
+    monkeypatch.setattr(GraphForecast, "refuse", with_garbage)
+    monkeypatch.setattr(budget_shares, "gc", SimpleNamespace(collect=collect))
+    net = MLP()
+    net.compile(
+        backend="teraplan",
+        options={"device_budget": UNLIMITED, "kernels": "aot_eager", "training_state": "stays"},
+    )
+    if num_freed:
+        net(*net.batch(0))
+    else:
+        with pytest.raises(InfeasibleBudgetError, match="with what is garbage"):
+            net(*net.batch(0))
+    assert collections == [num_freed]
 
 
 class Table(torch.nn.Module):
