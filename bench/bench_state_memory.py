@@ -51,7 +51,7 @@ def main() -> None:
 def point(options: argparse.Namespace) -> dict[str, Any]:
     """Train for some steps under one budget."""
     import teraplan
-    from teraplan.runtime import process_memory
+    from teraplan.runtime.process import process_memory
 
     importlib.import_module("teraplan.backend")  # the compiler: its code is not training's memory
     torch.set_num_threads(options.threads)

@@ -3,7 +3,7 @@
     python -m bench.bench_update_slices [--millions 8 60] [--rounds 9]
 
 AdamW over matrices of a transformer's layer, with memory from the pool of large tensors, as in
-training (`teraplan/runtime/cpu_pool.py`). Both ways in turns, on the same numbers; what they become
+training (`teraplan/runtime/cpu/pool.py`). Both ways in turns, on the same numbers; what they become
 is compared bit for bit.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.results import write_results
-from teraplan.runtime.cpu_pool import CpuPool
+from teraplan.runtime.cpu.pool import CpuPool
 from teraplan.runtime.state.per_parameter import plain_step
 from teraplan.runtime.state.sliced_update import step_in_slices
 from teraplan.runtime.state.stand_in import stand_in

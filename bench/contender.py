@@ -27,7 +27,7 @@ from bench.disk_hooks import saved_on_disk
 from bench.disk_load import DiskLoad
 from bench.models import gpt, hugging_face
 from bench.slow_storage import slow_down_storage
-from teraplan.runtime import process_memory
+from teraplan.runtime.process import process_memory
 
 SETTLING_STEPS = 24
 """Graphs, memory, times, and the steps after which plans are made anew: what the process takes

@@ -19,7 +19,7 @@ import torch
 from teraplan.hardware import Hardware, Tier
 from teraplan.run_record import TransferRecord
 from teraplan.runtime.host_lane import HostLane, PlainLane
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, StoreInfo
 from teraplan.step_trace import TensorKind
 

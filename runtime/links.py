@@ -17,7 +17,7 @@ from time import perf_counter_ns, sleep
 
 from teraplan.errors import StorageUnusableError
 from teraplan.hardware import Link
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Record, Storage, Transfer
 from teraplan.runtime.storage.cache_directory import keep, load
 from teraplan.runtime.storage.file_system import disk_facts
@@ -283,7 +283,7 @@ def _model(device: str) -> str:
 def _measure_accelerator(device: str) -> Link:
     import torch
 
-    from teraplan.runtime.accelerator_link import measure_link
-    from teraplan.runtime.torch_cuda_device import TorchCuda
+    from teraplan.runtime.cuda.link import measure_link
+    from teraplan.runtime.cuda.torch_runtime import TorchCuda
 
     return measure_link(TorchCuda(torch.device(device).index))

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from teraplan.errors import StorageError
-from teraplan.runtime import cpu_allocator
-from teraplan.runtime.control_groups import limited_groups
+from teraplan.runtime.cpu import allocator as cpu_allocator
+from teraplan.runtime.process.control_groups import limited_groups
 from teraplan.runtime.storage import default_directory
 from teraplan.runtime.storage.directories import open_directory
 from teraplan.runtime.storage.disk_counters import DiskCounters, disk_counters

@@ -8,9 +8,9 @@ import torch
 
 from teraplan.config import Config
 from teraplan.errors import ConfigError, UnsupportedError
-from teraplan.runtime import process_memory
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.device import Device
+from teraplan.runtime.process import process_memory
 from teraplan.runtime.storage import Storage, default_directory
 
 _PINNED_SHARE = 0.5
@@ -66,8 +66,8 @@ def _open_cpu(config: Config, _: torch.device, storage: Storage) -> Device:
 
 
 def _open_cuda(config: Config, place: torch.device, storage: Storage) -> Device:
-    from teraplan.runtime.cuda_device import CudaDevice
-    from teraplan.runtime.torch_cuda_device import TorchCuda
+    from teraplan.runtime.cuda.device import CudaDevice
+    from teraplan.runtime.cuda.torch_runtime import TorchCuda
 
     return CudaDevice(
         TorchCuda(place.index),

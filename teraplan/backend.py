@@ -25,11 +25,11 @@ from teraplan.held_session import HeldSession
 from teraplan.passes.recipes import compile_recipe
 from teraplan.passes.streams import require_one_stream
 from teraplan.runnable_graph import RunnableGraph
-from teraplan.runtime.compiled_modules import compiled_modules
-from teraplan.runtime.dump_signal import dump_on_signal
 from teraplan.runtime.open_device import open_device, with_index
-from teraplan.runtime.replay import configured_for, replayed_plan
-from teraplan.runtime.session import Session
+from teraplan.runtime.process.dump_signal import dump_on_signal
+from teraplan.runtime.session.compiled_modules import compiled_modules
+from teraplan.runtime.session.replay import configured_for, replayed_plan
+from teraplan.runtime.session.session import Session
 from teraplan.runtime.state import optimizer_steps
 from teraplan.runtime.state.materialize import materialize as give_memory
 from teraplan.status import Status

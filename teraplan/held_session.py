@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from teraplan.runtime.session import Session
+from teraplan.runtime.session.session import Session
 
 
 class HeldSession:

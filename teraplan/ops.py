@@ -1,4 +1,4 @@
-"""The migration ops: schemas and fake kernels. `runtime/dispatch.py` binds what they do.
+"""The migration ops: schemas and fake kernels. `runtime/session/dispatch.py` binds what they do.
 
 Every compiled forward and its backward carry them at each saved activation:
 

@@ -17,9 +17,9 @@ from teraplan.held_session import HeldSession, Lifeline
 from teraplan.passes import inference
 from teraplan.passes.functional_gradients import takes_gradients
 from teraplan.passes.partition import config_patches, partition
-from teraplan.runtime.dispatch import running
-from teraplan.runtime.double_backward import refuse_double_backward
-from teraplan.runtime.session import Session
+from teraplan.runtime.session.dispatch import running
+from teraplan.runtime.session.double_backward import refuse_double_backward
+from teraplan.runtime.session.session import Session
 
 Compiled = Callable[..., Any]
 

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 
 from teraplan.errors import StorageFullError
+from teraplan.runtime.process.whole import whole
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.state.block_moves import BlockMoves
 from teraplan.runtime.state.movable import is_movable, is_plain
 from teraplan.runtime.state.timeline import NEVER, Timeline
-from teraplan.runtime.whole import whole
 
 
 class StateArena(BlockMoves):

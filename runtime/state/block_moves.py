@@ -8,9 +8,9 @@ block's tensors show is what was written to them.
 
 from collections import OrderedDict, deque
 
+from teraplan.runtime.process.whole import whole
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.block_memory import BlockMemory
-from teraplan.runtime.whole import whole
 
 
 class BlockMoves:

@@ -11,7 +11,7 @@ import torch
 
 from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.hardware import Link
-from teraplan.runtime import pages
+from teraplan.runtime.process import pages
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.lease import span_nbytes

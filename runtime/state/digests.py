@@ -3,7 +3,7 @@
 import ctypes
 
 from teraplan.errors import IntegrityError
-from teraplan.runtime import pages
+from teraplan.runtime.process import pages
 from teraplan.runtime.state.block import Block, Place
 from teraplan.runtime.storage.memory import digest
 from teraplan.units import format_nbytes

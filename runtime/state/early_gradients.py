@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.runtime.host_lane import HostLane
-from teraplan.runtime.host_memory import host_bytes
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.process.pinned_pool import PinnedPool
+from teraplan.runtime.process.untraced import untraced
 from teraplan.runtime.state.host_choice import has_fitting_gradient
+from teraplan.runtime.state.host_memory import host_bytes
 from teraplan.runtime.state.host_twins import Sent, bytes_of
-from teraplan.runtime.untraced import untraced
 
 _NUM_COLUMNS = 1024
 _MOST_USELESS_STEPS = 2

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from teraplan.runtime.process.untraced import untraced
 from teraplan.runtime.state.block import Block
-from teraplan.runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from teraplan.runtime.state.training_state import TrainingState

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from teraplan.runtime import census
+from teraplan.runtime.process import census
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.bits import Bits, StateBits, digest_of
 from teraplan.runtime.state.stand_in import Values, equal, values_beside_state

@@ -20,7 +20,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.errors import GradientGoneError, UnsupportedError
-from teraplan.runtime.census import STATES_OF_UNKNOWN, states_to_come
+from teraplan.runtime.process.census import STATES_OF_UNKNOWN, states_to_come
 from teraplan.runtime.state import attachment
 from teraplan.runtime.state.bits import Bits, StateBits
 from teraplan.runtime.state.block import Block

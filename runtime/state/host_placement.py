@@ -8,12 +8,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.errors import StorageFullError
-from teraplan.runtime import fallbacks
-from teraplan.runtime.census import states_to_come
 from teraplan.runtime.device import Device
 from teraplan.runtime.host_lane import HostLane
-from teraplan.runtime.host_memory import host_bytes
+from teraplan.runtime.process import fallbacks
+from teraplan.runtime.process.census import states_to_come
 from teraplan.runtime.state import host_choice, host_state
+from teraplan.runtime.state.host_memory import host_bytes
 from teraplan.runtime.state.host_state import HostState, send_to
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.units import format_nbytes

@@ -10,8 +10,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.graph_table import MIN_SLOT_BYTES
-from teraplan.runtime.host_memory import host_tensor
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.process.pinned_pool import PinnedPool
+from teraplan.runtime.state.host_memory import host_tensor
 from teraplan.runtime.state.host_twins import is_dense
 
 State = dict[str, Any]

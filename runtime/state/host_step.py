@@ -18,7 +18,7 @@ import torch
 
 from teraplan.errors import HostUpdateError, StorageFullError, TeraplanError
 from teraplan.runtime.host_lane import HostLane, Wait
-from teraplan.runtime.host_memory import host_bytes
+from teraplan.runtime.state.host_memory import host_bytes
 from teraplan.runtime.state.host_state import HostState, State
 from teraplan.runtime.state.host_twins import Sent, Twin, twins_in
 from teraplan.runtime.state.per_parameter import plain_step

@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 
 from teraplan.config import Config
 from teraplan.errors import TeraplanError, UnsupportedError
-from teraplan.runtime import census
 from teraplan.runtime.device import Device
 from teraplan.runtime.host_lane import PlainLane
+from teraplan.runtime.process import census
 from teraplan.runtime.state import attachment, host_choice, host_rates
 from teraplan.runtime.state.early_gradients import EarlyGradients
 from teraplan.runtime.state.host_placement import HostPlacement

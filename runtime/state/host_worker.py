@@ -5,8 +5,8 @@ import time
 from queue import SimpleQueue
 
 from teraplan.errors import DeadlineError, HostUpdateError
+from teraplan.runtime.process.threads import start_thread
 from teraplan.runtime.state.host_step import HostStep
-from teraplan.runtime.threads import start_thread
 
 _LOOK_S = 0.05
 

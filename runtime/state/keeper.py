@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
-from teraplan.runtime import census, fallbacks
 from teraplan.runtime.device import Device
+from teraplan.runtime.process import census, fallbacks
 from teraplan.runtime.state.chunks import chunk_nbytes
 from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.not_used_yet import NotUsedYet

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from teraplan.hardware import Tier
 from teraplan.run_record import Direction
 from teraplan.runtime.state.block import Block
-from teraplan.runtime.tiers import Moved, Tiers
+from teraplan.runtime.storage.tiers import Moved, Tiers
 
 _KEPT = 10_000
 """Of waits and transfers that nobody asks for, the latest."""

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from teraplan.runtime.census import STATES_OF_UNKNOWN
+from teraplan.runtime.process.census import STATES_OF_UNKNOWN
 from teraplan.runtime.state.movable import is_shared
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.runtime.state.step_hooks import calling, is_nested

@@ -12,8 +12,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.errors import UnsupportedError
+from teraplan.runtime.process.untraced import untraced
 from teraplan.runtime.state.stand_in import is_stand_in, parameters_of
-from teraplan.runtime.untraced import untraced
 
 Optimizer = torch.optim.Optimizer
 

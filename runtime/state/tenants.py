@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from teraplan.runtime.locks import if_free
+from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.state.block import Block
 
 

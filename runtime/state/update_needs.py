@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
-from teraplan.runtime.census import STATES_OF_UNKNOWN, states_to_come
+from teraplan.runtime.process.census import STATES_OF_UNKNOWN, states_to_come
 from teraplan.runtime.state.taken_gradient import TakenGradient, gone
 
 TEMPORARIES = 2

@@ -11,7 +11,7 @@ from time import perf_counter_ns
 from types import TracebackType
 
 from teraplan.errors import ConfigError, StorageError
-from teraplan.runtime.locks import if_free
+from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.storage.describe import store_lines
 from teraplan.runtime.storage.directories import (
     OpenedDirectory,

@@ -18,13 +18,13 @@ from typing import NamedTuple, Protocol
 
 from teraplan.errors import StorageError
 from teraplan.run_record import Direction
+from teraplan.runtime.process.threads import start_thread
 from teraplan.runtime.storage.arena import Arena
 from teraplan.runtime.storage.chunk_io import FULL, move
 from teraplan.runtime.storage.space import Space
 from teraplan.runtime.storage.speed import Speed
 from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
 from teraplan.runtime.storage.work_queue import WorkQueue
-from teraplan.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 

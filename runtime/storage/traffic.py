@@ -16,7 +16,7 @@ from time import perf_counter_ns
 
 from teraplan.errors import DeadlineError, StorageError
 from teraplan.run_record import Direction
-from teraplan.runtime.locks import if_free
+from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.storage.balance import Balance
 from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory

@@ -13,7 +13,7 @@ import torch
 from teraplan import backend
 from teraplan.config import Config
 from teraplan.planners import small_step
-from teraplan.runtime import plan_maker
+from teraplan.runtime.session import plan_maker
 from teraplan.runtime.state import host_choice
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import torch
 
 from teraplan.hardware import Hardware
-from teraplan.runtime.cpu_device import CpuDevice
-from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.device import Beside
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage
 from teraplan.units import MIB
 from tests.fakes.fake_cuda import FakeCuda, HostStream

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from teraplan.runtime.budget_shares import BudgetShares
-from teraplan.runtime.engine import Engine
-from teraplan.runtime.mover import Mover
-from teraplan.runtime.saved import Saved
+from teraplan.runtime.engine.engine import Engine
+from teraplan.runtime.engine.mover import Mover
+from teraplan.runtime.engine.saved import Saved
+from teraplan.runtime.session.budget_shares import BudgetShares
 
 GARBAGE = 0xFF
 """Every float made of these bytes is NaN."""

@@ -33,8 +33,8 @@ from teraplan.errors import (
     InfeasibleBudgetError,
     StorageError,
 )
-from teraplan.runtime.cpu_device import CpuDevice
-from teraplan.runtime.step_faults import StepFaults
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.session.step_faults import StepFaults
 from teraplan.runtime.storage import Storage
 from tests.end_to_end.conftest import forget_everything
 from tests.end_to_end.training import MLP, bits, sessions

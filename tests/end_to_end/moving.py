@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import teraplan
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.runtime import census
+from teraplan.runtime.process import census
 from teraplan.runtime.state import keeper
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.state.training_state import TrainingState

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bench.models import gpt
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.runtime import budget_shares
-from teraplan.runtime.budget import GraphForecast
-from teraplan.runtime.session import Session
+from teraplan.runtime.session import budget_shares
+from teraplan.runtime.session.budget import GraphForecast
+from teraplan.runtime.session.session import Session
 from tests.end_to_end.moving import adamw, budget_beside_others, states
 from tests.end_to_end.training import (
     MLP,

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
-from teraplan.runtime import session as session_module
-from teraplan.runtime.calibration import Calibration
-from teraplan.runtime.case import MeasuredPlan
-from teraplan.runtime.cpu_device import CpuDevice
-from teraplan.runtime.feedback import Lesson, learn
-from teraplan.runtime.session import Session
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.session import session as session_module
+from teraplan.runtime.session.calibration import Calibration
+from teraplan.runtime.session.case import MeasuredPlan
+from teraplan.runtime.session.feedback import Lesson, learn
+from teraplan.runtime.session.session import Session
 from teraplan.runtime.storage import Storage
 from tests.end_to_end.training import MLP, Run, assert_same, run, sessions, training, unlimited
 from tests.fakes.slow_link import link_of, plan_with_storage

@@ -12,8 +12,9 @@ from teraplan import backend
 from teraplan.config import Config
 from teraplan.planners.update_share import UpdateRates
 from teraplan.run_record import TransferRecord
-from teraplan.runtime import cuda_device, feedback
-from teraplan.runtime.cuda_log import DeviceLog
+from teraplan.runtime.cuda import device as cuda_device
+from teraplan.runtime.cuda.log import DeviceLog
+from teraplan.runtime.session import feedback
 from teraplan.runtime.state import host_choice, host_rates
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.storage import Storage, default_directory

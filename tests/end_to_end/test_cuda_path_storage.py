@@ -14,10 +14,10 @@ from teraplan import backend
 from teraplan.errors import StorageError
 from teraplan.hardware import Tier
 from teraplan.plan import Migration
-from teraplan.runtime.cuda_copies import CudaCopy
+from teraplan.runtime.cuda.copies import CudaCopy
+from teraplan.runtime.cuda.storage_pointers import why_not
+from teraplan.runtime.cuda.swapped_memory import SwappedMemory
 from teraplan.runtime.state.block import Block
-from teraplan.runtime.state.storage_pointers import why_not
-from teraplan.runtime.state.swapped_memory import SwappedMemory
 from teraplan.step_trace import TensorKind
 from tests.end_to_end import moving
 from tests.end_to_end.moving import adamw, model
@@ -232,7 +232,7 @@ def test_without_a_compiler_it_stays_on_the_host_and_says_so(
     little_host_memory: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     little_host_memory(64 << 20)
-    from teraplan.runtime import cuda_device
+    from teraplan.runtime.cuda import device as cuda_device
 
     monkeypatch.setattr(cuda_device, "why_not_raising", lambda: "there is no compiler")
     limited = moving.run_least(training(adamw), moving.BUDGET)

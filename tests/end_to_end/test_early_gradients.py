@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import teraplan
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.host_lane import PlainLane
 from teraplan.runtime.state.early_gradients import sums_of
 from tests.end_to_end.hosting import all_host_updates, check, host_updates, hosted, plain

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from teraplan.runtime import census, process_memory
-from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.cpu.malloc import Malloc
+from teraplan.runtime.process import census, process_memory
 from teraplan.units import MIB
 from tests.end_to_end.training import Run, assert_same, run
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from teraplan import backend
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.cpu_device import CpuDevice
-from teraplan.runtime.session import Session
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.session.session import Session
 from tests.end_to_end.evicting import everything_leaves
 from tests.end_to_end.training import MLP, UNLIMITED, bits
 

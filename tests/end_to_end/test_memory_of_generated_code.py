@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
 from tests.end_to_end.training import sessions
 
 

@@ -15,8 +15,8 @@ from teraplan.errors import PlanMismatchError
 from teraplan.passes import recipes
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan
-from teraplan.runtime import case, feedback
-from teraplan.runtime.calibration import Calibration
+from teraplan.runtime.session import case, feedback
+from teraplan.runtime.session.calibration import Calibration
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_moving, states
 from tests.end_to_end.training import (
     UNLIMITED,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.runtime import pages
+from teraplan.runtime.process import pages
 from teraplan.runtime.state.block import Place
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_least, states
 from tests.end_to_end.training import UNLIMITED, Program, Run, assert_same, run, sessions

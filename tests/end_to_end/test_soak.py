@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from teraplan.runtime import process_memory
+from teraplan.runtime.process import process_memory
 from tests.end_to_end.training import MLP, sessions, tight, training, unlimited
 
 STEPS = 2000

@@ -157,7 +157,7 @@ def test_plain_pytorch_loads_it_and_the_reverse(tmp_path: Path) -> None:
 BOUNDED = """
 import gc, pathlib, re, sys, threading, torch
 import teraplan
-from teraplan.runtime import process_memory
+from teraplan.runtime.process import process_memory
 from tests.end_to_end.training import MLP
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict

@@ -14,7 +14,7 @@ from teraplan.hardware import Tier
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan, write_plan
 from teraplan.planners.base import PAGE_BYTES
-from teraplan.runtime.tiers import Away, Tiers
+from teraplan.runtime.storage.tiers import Away, Tiers
 from teraplan.simulate import predict
 from teraplan.step_trace import TensorKind
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_moving, training

@@ -11,9 +11,9 @@ from teraplan.check_plan import require_valid
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan
 from teraplan.run_record import Direction
-from teraplan.runtime.case import Case
-from teraplan.runtime.feedback import Lesson
-from teraplan.runtime.recorder import UPDATE
+from teraplan.runtime.engine.recorder import UPDATE
+from teraplan.runtime.session.case import Case
+from teraplan.runtime.session.feedback import Lesson
 from teraplan.step_trace import TensorKind
 from tests.end_to_end.moving import (
     BUDGET,
@@ -95,7 +95,7 @@ def test_a_parameter_is_used_in_the_graphs_and_changed_in_its_update() -> None:
 @pytest.mark.slow
 def test_what_moves_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step that follows one under the same plan."""
-    monkeypatch.setattr("teraplan.runtime.session.learn", lambda *_, **__: Lesson())
+    monkeypatch.setattr("teraplan.runtime.session.session.learn", lambda *_, **__: Lesson())
     run_moving(training(adamw, steps=STEPS + 2))
     case, plan = planned_case()
     assert len(case.runs) > 2, "the first may still write what was there without a plan"

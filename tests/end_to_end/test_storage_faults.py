@@ -9,7 +9,7 @@ import torch
 
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, StorageFullError
 from teraplan.hardware import Tier
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.device import Copy
 from teraplan.runtime.storage import Storage
 from teraplan.runtime.storage.store import WORKERS, Workers

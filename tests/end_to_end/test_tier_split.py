@@ -12,7 +12,7 @@ from teraplan.hardware import Tier
 from teraplan.plan import Plan
 from teraplan.plan_file import read_plan, write_plan
 from teraplan.planners.base import PAGE_BYTES
-from teraplan.runtime import feedback
+from teraplan.runtime.session import feedback
 from teraplan.simulate import predict
 from teraplan.units import MIB
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited

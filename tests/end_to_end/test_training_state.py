@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import teraplan
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, UnsupportedError
-from teraplan.runtime import census
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.process import census
 from tests.end_to_end.moving import (
     DEPTH,
     ROWS,

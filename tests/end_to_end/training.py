@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import teraplan
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.runtime.session import Session
+from teraplan.runtime.session.session import Session
 from teraplan.status import Status
 
 UNLIMITED = 100 << 30

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from teraplan.runtime.cuda_runtime import CudaRuntime, Event, Reserved, Stream
+from teraplan.runtime.cuda.runtime import CudaRuntime, Event, Reserved, Stream
 
 POISON = 0xEE
 LONGEST_S = 20.0

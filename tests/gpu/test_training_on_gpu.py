@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.models import convnet, gpt
-from teraplan.runtime import cuda_device, feedback
+from teraplan.runtime.cuda import device as cuda_device
+from teraplan.runtime.session import feedback
 from tests.end_to_end.training import (
     Program,
     Run,

@@ -13,7 +13,7 @@ import teraplan
 from bench.models import gpt
 from teraplan import backend
 from teraplan.config import Config
-from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.open_device import open_device
 from teraplan.runtime.state.arena import StateArena
 from teraplan.step_trace import TensorKind

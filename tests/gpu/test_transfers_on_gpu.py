@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from teraplan.hardware import Tier
-from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.cuda.device import CudaDevice
+from teraplan.runtime.cuda.torch_runtime import TorchCuda
 from teraplan.runtime.device import Arrival
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.runtime.storage.directories import why_not
-from teraplan.runtime.torch_cuda_device import TorchCuda
 from teraplan.units import MIB
 
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch
 
 from teraplan.hardware import Tier
 from teraplan.run_record import Direction
-from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.device import Arrival, Copy
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.runtime.storage.store import Workers

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.cpu.page_memory import PageMemory
+from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.state.arena import StateArena
-from teraplan.runtime.state.page_memory import PageMemory
 from teraplan.runtime.storage import Storage, default_directory
-from teraplan.runtime.tiers import Tiers
+from teraplan.runtime.storage.tiers import Tiers
 
 
 @contextmanager

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from teraplan.runtime import accelerator_link, links, process_memory, torch_cuda_device
-from teraplan.runtime.accelerator_link import measure_link
+from teraplan.runtime import links
+from teraplan.runtime.cuda import link as accelerator_link
+from teraplan.runtime.cuda import torch_runtime
+from teraplan.runtime.cuda.link import measure_link
+from teraplan.runtime.process import process_memory
 from teraplan.units import GIB, MIB
 from tests.fakes.fake_cuda import FakeCuda
 
@@ -77,7 +80,7 @@ def test_the_link_is_that_of_the_gpu_that_is_named_or_current(
         opened.append((index, FakeCuda(slowest_s=0.0)))
         return opened[-1][1]
 
-    monkeypatch.setattr(torch_cuda_device, "TorchCuda", open_one)
+    monkeypatch.setattr(torch_runtime, "TorchCuda", open_one)
     measured = links.host_link()
     assert measured == links.host_link("cuda:3"), "remembered"
     links.host_link("cuda:1")

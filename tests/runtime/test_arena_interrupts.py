@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from teraplan.runtime import pages, whole
+from teraplan.runtime.cpu import page_memory
+from teraplan.runtime.process import pages, whole
 from teraplan.runtime.state import arena as arena_module
-from teraplan.runtime.state import block_moves, digests, held_memory, page_memory
+from teraplan.runtime.state import block_moves, digests, held_memory
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block
 from teraplan.step_trace import TensorKind

@@ -10,8 +10,8 @@ from teraplan.memory_curve import device_curve, peak
 from teraplan.plan import Plan
 from teraplan.planners import make_plan, with_choices_of
 from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
-from teraplan.runtime.calibration import Calibration, calibrated, with_durations
 from teraplan.runtime.links import storage_link
+from teraplan.runtime.session.calibration import Calibration, calibrated, with_durations
 from teraplan.simulate import simulate
 from tests.planning.synthetic import budgets, gpt_trace, machine
 

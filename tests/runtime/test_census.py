@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from teraplan.runtime import census
+from teraplan.runtime.process import census
 
 
 def test_what_a_compiler_has_traced_with_is_no_memory() -> None:

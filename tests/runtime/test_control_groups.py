@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from teraplan.runtime.control_groups import GroupMemory, limited_groups
+from teraplan.runtime.process.control_groups import GroupMemory, limited_groups
 
 
 def _limits(tmp_path: Path, groups: str, files: Mapping[str, str]) -> list[GroupMemory]:

@@ -14,10 +14,11 @@ import torch
 
 from teraplan.errors import FallbackRefusedError
 from teraplan.hardware import Tier
-from teraplan.runtime import cpu_allocator, process_memory
-from teraplan.runtime.cpu_device import CpuDevice
-from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.free_ranges import PageBlock
+from teraplan.runtime.cpu import allocator as cpu_allocator
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.cpu.free_ranges import PageBlock
+from teraplan.runtime.cpu.pool import CpuPool
+from teraplan.runtime.process import process_memory
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
 

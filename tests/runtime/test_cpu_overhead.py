@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from teraplan.runtime import process_memory
-from teraplan.runtime.cpu_device import CpuDevice
-from teraplan.runtime.malloc import Malloc
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.cpu.malloc import Malloc
+from teraplan.runtime.process import process_memory
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
 

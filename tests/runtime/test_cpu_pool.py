@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from teraplan.runtime import cpu_pool, pages, process_memory
-from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.free_ranges import PageBlock
-from teraplan.runtime.page_pool import PagePool, _move
-from teraplan.runtime.page_scraps import PageScraps, Piece
-from teraplan.runtime.pages import HUGE_PAGE_BYTES, use_huge_pages
+from teraplan.runtime.cpu import pool as cpu_pool
+from teraplan.runtime.cpu.free_ranges import PageBlock
+from teraplan.runtime.cpu.page_pool import PagePool, _move
+from teraplan.runtime.cpu.page_scraps import PageScraps, Piece
+from teraplan.runtime.cpu.pool import CpuPool
+from teraplan.runtime.process import pages, process_memory
+from teraplan.runtime.process.pages import HUGE_PAGE_BYTES, use_huge_pages
 from teraplan.units import MIB
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from teraplan.runtime import process_memory
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.process import process_memory
 from teraplan.units import MIB
 from tests.runtime import state_arena
 

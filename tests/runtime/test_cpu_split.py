@@ -10,11 +10,11 @@ import torch
 from teraplan.errors import StorageFullError
 from teraplan.hardware import Tier
 from teraplan.run_record import Direction
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.device import Copy
-from teraplan.runtime.mover import Mover
-from teraplan.runtime.pages import round_up
-from teraplan.runtime.saved import Saved
+from teraplan.runtime.engine.mover import Mover
+from teraplan.runtime.engine.saved import Saved
+from teraplan.runtime.process.pages import round_up
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
 from tests.fakes.faulty_calls import Fault, injected

@@ -8,7 +8,7 @@ import pytest
 from teraplan.errors import DeadlineError, FallbackRefusedError, StorageError, StorageFullError
 from teraplan.hardware import Tier
 from teraplan.run_record import Direction
-from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
 from tests.fakes.fake_cuda import FakeCuda

@@ -10,10 +10,10 @@ import torch
 
 from teraplan import ops
 from teraplan.hardware import Tier
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.engine.tokens import make_token
 from teraplan.runtime.state.sliced_update import _bits
 from teraplan.runtime.storage import Storage, default_directory
-from teraplan.runtime.tokens import make_token
 from tests.runtime.cuda_world import LARGE, World, content_of
 
 

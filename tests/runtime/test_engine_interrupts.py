@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from teraplan.runtime import engine as engine_module
-from teraplan.runtime import locks
 from teraplan.runtime.device import Device
-from teraplan.runtime.engine import Engine
+from teraplan.runtime.engine import engine as engine_module
+from teraplan.runtime.engine.engine import Engine
+from teraplan.runtime.process import locks
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction

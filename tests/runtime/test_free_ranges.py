@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from teraplan.runtime.free_ranges import FreeRanges, PageBlock
-from teraplan.runtime.page_scraps import Piece
-from teraplan.runtime.pages import HUGE_PAGE_BYTES
+from teraplan.runtime.cpu.free_ranges import FreeRanges, PageBlock
+from teraplan.runtime.cpu.page_scraps import Piece
+from teraplan.runtime.process.pages import HUGE_PAGE_BYTES
 from teraplan.units import MIB
 
 _START = 1 << 40

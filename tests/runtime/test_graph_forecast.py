@@ -7,8 +7,8 @@ import pytest
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.graph_table import GraphMemory, GraphTable, Slot
-from teraplan.runtime.budget import GraphForecast
-from teraplan.runtime.cpu_device import CpuDevice
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.session.budget import GraphForecast
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB, format_nbytes
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from teraplan.runtime.host_lane import HostLane
-from teraplan.runtime.host_memory import host_bytes, host_tensor
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.process.pinned_pool import PinnedPool
+from teraplan.runtime.state.host_memory import host_bytes, host_tensor
 from teraplan.units import MIB
 from tests.runtime.cuda_world import World, content_of
 

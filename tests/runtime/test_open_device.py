@@ -5,9 +5,10 @@ import torch
 
 from teraplan.config import Config
 from teraplan.errors import ConfigError
-from teraplan.runtime import process_memory, torch_cuda_device
-from teraplan.runtime.cuda_device import CudaDevice
+from teraplan.runtime.cuda import torch_runtime
+from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.open_device import open_device
+from teraplan.runtime.process import process_memory
 from teraplan.units import MIB
 from tests.fakes.fake_cuda import FakeCuda
 
@@ -15,7 +16,7 @@ from tests.fakes.fake_cuda import FakeCuda
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a machine with 128 MiB of free memory."""
-    monkeypatch.setattr(torch_cuda_device, "TorchCuda", lambda _: FakeCuda())
+    monkeypatch.setattr(torch_runtime, "TorchCuda", lambda _: FakeCuda())
     monkeypatch.setattr(process_memory, "available_bytes", lambda: 128 * MIB)
 
 

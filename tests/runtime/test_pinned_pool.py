@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from teraplan.runtime.pinned_pool import Lease, PinnedPool
+from teraplan.runtime.process.pinned_pool import Lease, PinnedPool
 from teraplan.units import MIB
 
 PAGE = 4096

@@ -10,8 +10,8 @@ from teraplan.config import Config
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.planners import make_plan
 from teraplan.runtime.device import Device
-from teraplan.runtime.plan_maker import PlanMaker
-from teraplan.runtime.report_files import ReportFiles
+from teraplan.runtime.session.plan_maker import PlanMaker
+from teraplan.runtime.session.report_files import ReportFiles
 from tests.planning.test_recompute import GELU, half, machine, too_large, with_recipes
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from teraplan.runtime import process_memory
-from teraplan.runtime.cpu_device import CpuDevice
-from teraplan.runtime.resident_memory import ResidentMemory
+from teraplan.runtime.cpu.device import CpuDevice
+from teraplan.runtime.cpu.resident_memory import ResidentMemory
+from teraplan.runtime.process import process_memory
 from teraplan.runtime.storage import Storage
 from teraplan.units import MIB
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from teraplan.errors import IntegrityError, StorageError
-from teraplan.runtime import process_memory
-from teraplan.runtime.cpu_pool import CpuPool
+from teraplan.runtime.cpu.pool import CpuPool
+from teraplan.runtime.cpu.trimmer import Trimmer
+from teraplan.runtime.process import process_memory
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.timeline import NEVER, Timeline
-from teraplan.runtime.state.trimmer import Trimmer
-from teraplan.runtime.tiers import Return
+from teraplan.runtime.storage.tiers import Return
 from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
 from tests.fakes.faulty_calls import Fault, injected

@@ -1,7 +1,7 @@
 """Uses of training state in one step, as a trace has them."""
 
+from teraplan.runtime.engine.state_log import StateLog
 from teraplan.runtime.state.block import Block
-from teraplan.runtime.state_log import StateLog
 from teraplan.step_trace import TensorKind
 
 P, G, S = TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE

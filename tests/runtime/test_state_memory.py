@@ -13,9 +13,9 @@ REPO = Path(__file__).parents[2]
 
 TEMPORARIES = """
 import torch
-from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.malloc import Malloc
-from teraplan.runtime.process_memory import PeakWatch, resident_bytes
+from teraplan.runtime.cpu.pool import CpuPool
+from teraplan.runtime.cpu.malloc import Malloc
+from teraplan.runtime.process.process_memory import PeakWatch, resident_bytes
 
 Malloc().keep_for_reuse()
 pool = CpuPool()
@@ -31,9 +31,9 @@ print(watch.nbytes - before)
 
 HOLES = """
 import torch
-from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.malloc import Malloc
-from teraplan.runtime.process_memory import PeakWatch, resident_bytes
+from teraplan.runtime.cpu.pool import CpuPool
+from teraplan.runtime.cpu.malloc import Malloc
+from teraplan.runtime.process.process_memory import PeakWatch, resident_bytes
 
 Malloc().keep_for_reuse()
 kept = []
@@ -55,13 +55,13 @@ from pathlib import Path
 
 import torch
 
-from teraplan.runtime.cpu_pool import CpuPool
-from teraplan.runtime.process_memory import PeakWatch, resident_bytes
+from teraplan.runtime.cpu.pool import CpuPool
+from teraplan.runtime.process.process_memory import PeakWatch, resident_bytes
 from teraplan.runtime.state.optimizer_steps import OptimizerSteps
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage import Storage, default_directory
-from teraplan.runtime.state.page_memory import PageMemory
-from teraplan.runtime.tiers import Tiers
+from teraplan.runtime.cpu.page_memory import PageMemory
+from teraplan.runtime.storage.tiers import Tiers
 
 pool = CpuPool()
 pool.serve()

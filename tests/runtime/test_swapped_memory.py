@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from teraplan.errors import StorageError, StorageFullError
+from teraplan.runtime.cuda.storage_pointers import why_not
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Place
-from teraplan.runtime.state.storage_pointers import why_not
 from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
 from tests.fakes.faulty_calls import Fault, injected

@@ -5,10 +5,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from teraplan.runtime import torch_cuda_device
-from teraplan.runtime.cuda_runtime import Reserved
-from teraplan.runtime.pinned_pool import PinnedPool
-from teraplan.runtime.torch_cuda_device import TorchCuda
+from teraplan.runtime.cuda import torch_runtime
+from teraplan.runtime.cuda.runtime import Reserved
+from teraplan.runtime.cuda.torch_runtime import TorchCuda
+from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.units import MIB
 
 OUT_OF_MEMORY = 2
@@ -53,7 +53,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
         return tensor
 
     monkeypatch.setattr(TorchCuda, "empty", empty)
-    monkeypatch.setattr(torch_cuda_device, "_cudart", lambda: runtime)
+    monkeypatch.setattr(torch_runtime, "_cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "made up")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     return runtime

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from teraplan.runtime.pinned_pool import PinnedPool
+from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Record, Storage, default_directory, posix_arena
 from teraplan.runtime.storage import directories as directories_module
 

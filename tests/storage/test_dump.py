@@ -41,7 +41,7 @@ def test_running_and_queued_work_is_described(disk: Path, memory: Memory) -> Non
 PROGRAM = """
 import os, signal, sys
 import teraplan
-from teraplan.runtime.dump_signal import dump_on_signal
+from teraplan.runtime.process.dump_signal import dump_on_signal
 {before}
 dump_on_signal(lambda: "the state of the engine")
 os.kill(os.getpid(), signal.SIGUSR1)

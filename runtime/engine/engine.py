@@ -1,0 +1,399 @@
+"""Executes a plan: moves tensors out and back at the sites of the running graphs.
+
+Without a plan (the first steps, or a step that turned out differently) it keeps to the budget by
+itself: when there is too much on the device, what was saved first leaves first, because backward
+runs in the opposite order and needs it last.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from teraplan.errors import UnsupportedError
+from teraplan.graph_table import GraphTable
+from teraplan.runtime.device import Device
+from teraplan.runtime.engine.mover import Mover
+from teraplan.runtime.engine.recompute import Recomputer
+from teraplan.runtime.engine.recorder import SiteKey, StepRecorder
+from teraplan.runtime.engine.saved import Saved, View, is_movable
+from teraplan.runtime.engine.schedule import Schedule
+from teraplan.runtime.engine.state_sites import StateSites
+from teraplan.runtime.engine.tokens import make_token
+from teraplan.runtime.process.locks import if_free
+from teraplan.runtime.state.training_state import TrainingState
+from teraplan.step_trace import SiteKind
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _at_work(
+    op: Callable[Concatenate["Engine", _P], _R],
+) -> Callable[Concatenate["Engine", _P], _R]:
+    """While `op` runs, nothing else changes what is saved.
+
+    The lock's own `with`, since an interrupt can come between taking a lock and entering the block
+    of any context manager that is written in Python.
+    """
+
+    @wraps(op)
+    def run(engine: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with engine._lock:
+            result = op(engine, *args, **kwargs)
+        engine._forget_released()
+        return result
+
+    return run
+
+
+class Engine:
+    """The saved activations of one session. Its methods run inside the migration ops."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.mover = Mover(device)
+        self.recomputer = Recomputer(device, self.mover)
+        self.training_state: TrainingState | None = None
+        """Parameters, gradients and optimizer state, where they move."""
+        self._state_sites: StateSites | None = None
+        self.recorder: StepRecorder | None = None
+        self.managed_peak_bytes = 0
+        self.diverged_at: int | None = None
+        self.limit_bytes = 0
+        self._resident_limits: tuple[int, int, int] | None = None
+        self._rehearsal_limits: Sequence[int] = ()
+        self.schedule: Schedule | None = None
+        """Of the plan that the step runs under."""
+        self._larger_than_planned = False
+        """Sizes vary: the plan is kept to as far as possible."""
+        self._views: dict[int, View] = {}
+        self._waiting: set[int] = set()
+        """Keys of the step's tokens whose backward has not run."""
+        self._by_storage: dict[int, Saved] = {}
+        self._of_step: list[Saved] = []
+        self._call = -1
+        self.graph = ("", -1, False)
+        """The call that has begun last: graph, number, backward?"""
+        self._released: deque[int] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def idle(self) -> bool:
+        """True if no forward of this step waits for its backward."""
+        return not self._waiting
+
+    @property
+    def waiting_calls(self) -> set[int]:
+        """Numbers of the forwards that wait for their backward."""
+        return {self._views[key].call for key in self._waiting}
+
+    @property
+    def in_backward(self) -> bool:
+        """True if the graph that was entered last is a backward."""
+        return self.graph[2]
+
+    @property
+    def unplanned(self) -> bool:
+        """True if the step runs without a plan."""
+        return self.schedule is None
+
+    @property
+    def finished_plan(self) -> bool:
+        """True if the step has run all sites of its plan."""
+        assert self.recorder is not None
+        return self.schedule is not None and self.recorder.num_sites >= len(self.schedule.sites)
+
+    def take_state(self, state: TrainingState | None) -> None:
+        """From now on the steps' training state moves, too, if there is any."""
+        if state is not None and state is not self.training_state:
+            self._state_sites = state.sites = StateSites(self, state)
+        self.training_state = state
+
+    def begin_step(
+        self,
+        recorder: StepRecorder,
+        schedule: Schedule | None,
+        limit_bytes: int,
+        resident_limits: tuple[int, int, int] | None,
+        rehearsal_limits: Sequence[int] = (),
+    ) -> None:
+        """Start a step: under `schedule`, or without a plan under `limit_bytes`.
+
+        Args:
+            recorder: writes the step down.
+            schedule: what to do, or None.
+            limit_bytes: most managed bytes in a step without a plan.
+            resident_limits: what `Device.keep_under` is to be told; None if not known.
+            rehearsal_limits: most managed bytes at each site of a step in which computing again
+                is tried; empty if it is not.
+        """
+        if not self._views:
+            self._forget_lost()
+        self._resident_limits = resident_limits
+        self.recorder = recorder
+        self.schedule = schedule
+        self._larger_than_planned = False
+        if self._state_sites is not None:
+            self._state_sites.begin_step(schedule)
+        self.limit_bytes = limit_bytes
+        self.diverged_at = None
+        self.managed_peak_bytes = self.mover.managed_bytes
+        self._of_step = []
+        self._waiting.clear()
+        self._call = -1
+        self.mover.begin_step()
+        self._rehearsal_limits = rehearsal_limits
+        self.recomputer.begin_step(rehearsing=bool(rehearsal_limits))
+
+    @_at_work
+    def enter(self, table: GraphTable) -> int:
+        """A forward graph begins; returns the number of its call."""
+        self._call += 1
+        self.graph = (table.graph, self._call, False)
+        self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
+        self._leave()
+        return self._call
+
+    @_at_work
+    def enter_backward(self, key: int, table: GraphTable) -> None:
+        """The backward of a forward graph begins, to which the token with `key` belongs."""
+        self.graph = (table.graph, self._view(key).call, True)
+        self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
+        self._leave()
+
+    @_at_work
+    def save(
+        self,
+        x: torch.Tensor,
+        table: GraphTable,
+        call: int,
+        slot: int,
+        beside: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """`x` has had its last use in the forward; returns the token that stands for it."""
+        storage = x.untyped_storage()
+        saved = self._by_storage.get(storage._cdata)
+        if saved is None or not self._holds(saved, x, call):
+            saved = self._add(x, storage, table, call, slot)
+        saved.tokens += 1
+        key, token = make_token(self)
+        byte_offset = int(x.storage_offset()) * x.element_size()
+        self._views[key] = view = View(saved, byte_offset, x.stride(), call, table.graph)
+        self._waiting.add(key)
+        self.recomputer.saved(view, x, table, slot, beside)
+        number = self._number_of(saved)
+        site = self._arrive((SiteKind.SAVE, table.graph, call, False, number))
+        if self.schedule is not None and number is not None:
+            self._larger_than_planned |= saved.nbytes > self.schedule.sizes_bytes[number]
+            if number in self.schedule.recomputed:
+                self.mover.drop(saved)
+        self._act(site)
+        if site < len(self._rehearsal_limits):
+            self.recomputer.rehearse(self._rehearsal_limits[site], self._bring)
+            self.mover.make_room(0, self.limit_bytes)
+        self._leave()
+        return token
+
+    @_at_work
+    def need(
+        self, key: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The tensor that the token with `key` stands for, on the device."""
+        view = self._view(key)
+        view.require(size, stride)
+        saved = view.saved
+        number = self._number_of(saved)
+        self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))
+        self._bring(saved)
+        saved.check_version()
+        saved.in_use += 1
+        assert saved.tensor is not None
+        storage = saved.tensor.untyped_storage()
+        offset = (saved.offset + view.byte_offset) // dtype.itemsize
+        result = torch.empty(0, dtype=dtype, device=saved.tensor.device)
+        result.set_(storage, offset, size, stride)
+        self._leave()
+        return result
+
+    @_at_work
+    def done(self, key: int) -> None:
+        """The tensor that the token with `key` stands for has had its last use."""
+        view = self._view(key)
+        view.saved.in_use -= 1
+        number = self._number_of(view.saved)
+        site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
+        self._waiting.discard(key)
+        if not _get_current_graph_task_keep_graph():  # else the backward may run again
+            self._use_up(key)
+        self._act(site)
+        self._leave()
+
+    @_at_work
+    def visit(
+        self, key: SiteKey, before: Callable[[int], None], after: Callable[[int], None]
+    ) -> None:
+        """A site of the training state; `before` and `after` what the plan says are called."""
+        site = self._arrive(key)
+        before(site)
+        self._act(site)
+        after(site)
+        self._leave()
+
+    def drop_all(self) -> None:
+        """Forget every saved activation: their backward will not run."""
+        for key in list(self._views):
+            self.release(key)
+        self._forget_lost()
+
+    def _forget_lost(self) -> None:
+        """Nobody waits for anything: forget what an interrupt has left half done."""
+        for saved in self._of_step:
+            self.mover.forget(saved)
+        self.mover.forget_all()
+        self._by_storage.clear()
+
+    def release(self, key: int) -> None:
+        """A token is gone. Called from any thread at any time, also in the middle of an op here.
+
+        The garbage collector may run in a thread of the storage engine that an op is waiting for:
+        this must not wait for the op. What cannot be done now is done when the op ends.
+        """
+        self._released.append(key)
+        self._forget_released()
+
+    def _forget_released(self) -> None:
+        while self._released and if_free(self._lock, self._use_up_released):
+            pass
+
+    def _use_up_released(self) -> None:
+        while self._released:
+            self._use_up(self._released.popleft())
+
+    def _use_up(self, key: int) -> None:
+        """A token has been used up, or there will be no backward for it."""
+        self._waiting.discard(key)
+        view = self._views.pop(key, None)
+        if view is None:
+            return
+        saved = view.saved
+        saved.tokens -= 1
+        if saved.tokens:
+            return
+        if self._by_storage.get(saved.origin.cdata) is saved:
+            del self._by_storage[saved.origin.cdata]
+        if self.recorder is not None and self._is_of_step(saved):
+            self.recorder.give_up(saved.order)
+        self.mover.forget(saved)
+
+    def _view(self, key: int) -> View:
+        view = self._views.get(key)
+        if view is None:
+            raise UnsupportedError(
+                "the activations that this backward needs are gone, since their session has been "
+                "closed: run the forward again"
+            )
+        return view
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        storage: torch.UntypedStorage,
+        table: GraphTable,
+        call: int,
+        slot: int,
+    ) -> Saved:
+        assert self.recorder is not None
+        described = table.slots[slot]
+        movable = is_movable(x, storage, given=described.given)
+        saved = Saved(
+            name=f"{table.graph[:6]}.c{call}/{described.name}",
+            nbytes=storage.nbytes() if movable else 0,
+            origin=StorageWeakRef(storage),  # type: ignore[no-untyped-call]
+            tensor=x,
+            version=x._version,
+            order=len(self._of_step),
+            saved_version=x._version,
+            saved_by=call,
+        )
+        self.recorder.add_tensor(saved, tuple(x.shape), str(x.dtype)[6:], described.layer)
+        self._of_step.append(saved)
+        self._by_storage[storage._cdata] = saved
+        if movable:
+            self.mover.add(saved)
+        return saved
+
+    def _holds(self, saved: Saved, x: torch.Tensor, call: int) -> bool:
+        """True if `saved` has the bytes of `x`, which looks at the storage that it was made for."""
+        if saved.expired or not self._is_of_step(saved):
+            return False
+        # Between two calls the user may have changed the tensor. Within one nobody can, and views
+        # that kernels make have counters of their own.
+        return saved.saved_by == call or saved.saved_version == x._version
+
+    # -- sites ---------------------------------------------------------------------------------
+
+    def _number_of(self, saved: Saved) -> int | None:
+        return saved.order if self._is_of_step(saved) else None
+
+    def _arrive(self, key: SiteKey) -> int:
+        """Record the site and compare it with the plan; returns its number."""
+        recorder = self.recorder
+        assert recorder is not None
+        self.mover.site = site = recorder.num_sites
+        recorder.arrive(key)
+        schedule = self.schedule
+        if schedule is not None and not schedule.expects(site, key):  # go on without a plan
+            self.diverged_at = site
+            self.limit_bytes = schedule.rest_bytes
+            self.schedule = None
+            if self._state_sites is not None:
+                self.limit_bytes -= self._state_sites.diverge()
+        return site
+
+    def _act(self, site: int) -> None:
+        """Do what the plan asks for at a site; without a plan, keep under the limit."""
+        schedule, mover = self.schedule, self.mover
+        if schedule is None:
+            mover.make_room(0, self.limit_bytes)
+            return
+        actions = schedule.actions(site)
+        for migration in actions.leave:
+            saved = self._of_step[migration.tensor_id]
+            mover.start_leaving(saved, migration.tier, migration.host_bytes)
+        if schedule.moves_state and self._state_sites is not None:
+            self._state_sites.act(schedule, site)
+        for order in actions.gone:
+            mover.finish_leaving(self._of_step[order])
+        for order in actions.back:
+            mover.start_back(self._of_step[order])
+        mover.make_room(0, schedule.limits_bytes[site], strict=not self._larger_than_planned)
+
+    def _bring(self, saved: Saved) -> None:
+        """Wait until `saved` is on the device."""
+        if not saved.resident:
+            limit_bytes = self.limit_bytes if self.schedule is None else None
+            if saved.copy is None:
+                self.recomputer.remake(saved, self._bring, limit_bytes)
+            elif limit_bytes is not None:
+                self.mover.make_room(saved.nbytes, limit_bytes)
+            self.mover.start_back(saved, urgent=True)
+        self.mover.finish_back(saved)
+
+    def _leave(self) -> None:
+        assert self.recorder is not None
+        if self._resident_limits is not None:
+            self.device.keep_under(*self._resident_limits)
+        # Not earlier: until here, what `save` adds counts as workspace of the interval before.
+        managed_bytes = self.mover.managed_bytes
+        state_bytes = self._state_sites.in_use_bytes if self._state_sites is not None else 0
+        self.managed_peak_bytes = max(self.managed_peak_bytes, managed_bytes + state_bytes)
+        self.recorder.leave(managed_bytes, state_bytes)
+
+    def _is_of_step(self, saved: Saved) -> bool:
+        return saved.order < len(self._of_step) and self._of_step[saved.order] is saved

@@ -1,0 +1,115 @@
+"""One saved activation while it is alive: where its bytes are, and who still needs them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from teraplan.errors import UnsupportedError
+from teraplan.runtime.device import Arrival, Copy
+
+if TYPE_CHECKING:
+    from teraplan.runtime.engine.recompute import Remake
+
+
+_LARGEST_ITEM_BYTES = 16
+_LARGEST_SHARE = 2
+
+
+@dataclass(slots=True)
+class Saved:
+    """The memory of one storage that backward passes will need.
+
+    Exactly one of these holds: `tensor` is set (on the device, perhaps with a copy on its way
+    out), `arrival` is set (coming back), only `copy` is (elsewhere), or only `remake` is (dropped,
+    to be computed again).
+    """
+
+    name: str
+    nbytes: int
+    origin: StorageWeakRef
+    """The storage that was saved; it may outlive its stay here, in views of the user's."""
+    tensor: torch.Tensor | None
+    version: int
+    """Of `tensor` when it was saved: autograd's counter of modifications in place."""
+    order: int
+    """Number of this storage in the step."""
+    saved_version: int
+    """`version` before the tensor has been away: where it comes back to, it counts anew."""
+    saved_by: int
+    """The call that saved it first."""
+    offset: int = 0
+    """Of the tensor's first byte in the storage that came back, against the one that left."""
+    copy: Copy | None = None
+    arrival: Arrival | None = None
+    tokens: int = 0
+    """Tokens of the graphs that have not been used up."""
+    in_use: int = 0
+    """Views handed to a running backward graph."""
+    remake: "Remake | None" = None
+    """How its bytes can be computed again."""
+
+    @property
+    def resident(self) -> bool:
+        """True if its bytes take device memory."""
+        return self.tensor is not None or self.arrival is not None
+
+    @property
+    def expired(self) -> bool:
+        """True if the storage that was saved is gone, so that its address may mean another one."""
+        return bool(self.origin.expired())  # type: ignore[no-untyped-call]
+
+    @property
+    def modified(self) -> bool:
+        """True if user code has changed the tensor since it was saved."""
+        return self.tensor is not None and self.tensor._version != self.version
+
+    def check_version(self) -> None:
+        """Raise if user code has changed the tensor since it was saved."""
+        if self.tensor is not None and self.modified:
+            raise UnsupportedError(
+                f"{self.name}: modified in place (version {self.version} -> "
+                f"{self.tensor._version}) after the forward saved it for the backward; "
+                "clone the tensor before changing it"
+            )
+
+
+@dataclass(slots=True, frozen=True)
+class View:
+    """What one token stands for: a place in a saved storage."""
+
+    saved: Saved
+    byte_offset: int
+    stride: tuple[int, ...]
+    call: int
+    """The call of a graph that saved it."""
+    graph: str
+
+    def require(self, size: Sequence[int], stride: Sequence[int]) -> None:
+        """Raise UnsupportedError if the backward reads the elements in another order."""
+        if self.stride == tuple(stride):
+            return
+        for length, kept, wanted in zip(size, self.stride, stride, strict=True):
+            if length > 1 and kept != wanted:
+                raise UnsupportedError(
+                    f"{self.saved.name} was saved with strides {self.stride}, but its backward is "
+                    f"compiled for {tuple(stride)}: numbers would be wrong. Please report this; "
+                    'kernels="aot_eager" keeps to the strides that were traced'
+                )
+
+
+def is_movable(x: torch.Tensor, storage: torch.UntypedStorage, *, given: bool) -> bool:
+    """False if moving the storage is of no use or not possible.
+
+    A graph's input may be a small part of something larger that the user holds, a batch of a data
+    set: that must not travel. And memory that is not the allocator's may begin at any address, so
+    that it would not be aligned for its type where it comes back to.
+    """
+    if storage.data_ptr() % _LARGEST_ITEM_BYTES:
+        return False
+    if not given or x.numel() == 0:
+        return True
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return storage.nbytes() <= _LARGEST_SHARE * (last + 1) * x.element_size()

@@ -1,0 +1,1 @@
+"""This process: its memory, pages, threads and locks, as Linux tells of them."""

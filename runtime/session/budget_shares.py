@@ -1,0 +1,181 @@
+"""The device budget of a session, and what moving training state and all else have of it.
+
+Before there is a plan each has a fixed share: first by what the graphs predict, then by what was
+measured. A plan divides the budget anew at each site.
+"""
+
+import gc
+from collections.abc import Iterable
+
+from teraplan.config import Config
+from teraplan.errors import InfeasibleBudgetError
+from teraplan.graph_table import GraphTable
+from teraplan.runtime.device import Device
+from teraplan.runtime.session.budget import GraphForecast
+from teraplan.runtime.session.case import Case
+from teraplan.runtime.session.feedback import HEADROOM_FRACTION
+from teraplan.runtime.state.host_updates import HostUpdates
+from teraplan.runtime.state.keeper import StateKeeper
+
+_HEADROOM_BYTES = 8 << 20
+"""With a share of the budget, the headroom of `Device.keep_under`: so much free memory may lie
+between tensors."""
+
+
+class BudgetShares:
+    """Of one session."""
+
+    def __init__(
+        self, config: Config, device: Device, keeper: StateKeeper, host_updates: HostUpdates
+    ) -> None:
+        self._given = config.device_budget
+        self._device, self._keeper, self._host_updates = device, keeper, host_updates
+        self._budget_bytes = 0
+        """In steps without a plan."""
+        self.rest_bytes = 0
+        """What of the budget is not the moving training state's, in steps without a plan."""
+        self.start_anew()
+
+    def start_anew(self) -> None:
+        """Forget what the graphs have said, and what was measured."""
+        self.forecast = GraphForecast(self._device)
+        self._divided = self._divided_by_measurement = False
+
+    @property
+    def lacks_state(self) -> bool:
+        """True if optimizers were to make state when the last step without a plan began."""
+        return self.forecast.optimizer_bytes > 0
+
+    def budget_bytes(self, case: Case | None) -> int:
+        """The device budget in force."""
+        if case is not None and case.schedule is not None:
+            return case.schedule.plan.budgets.device_bytes
+        if self._given is None:
+            return self._device.capacity_bytes()
+        return self._given.resolve(self.forecast.unlimited_peak_bytes + self._keeper.step_bytes)
+
+    @property
+    def binds(self) -> bool:
+        """True if the budget does not hold all that the graphs predict."""
+        needed = self.forecast.unlimited_peak_bytes + self._keeper.step_bytes
+        return self._budget_bytes < needed
+
+    def refuse_state_alone(self) -> None:
+        """Raise InfeasibleBudgetError if not even the training state fits."""
+        if self._given is not None and self._given.nbytes is not None:
+            self._refresh(())
+            self._keeper.share_out(self._given.nbytes, self.forecast.least_bytes)
+            moving = self._keeper.limit_bytes
+            rest = self._given.nbytes - moving
+            self.forecast.refuse(rest, certainly=False, moving_bytes=moving)
+
+    def divide(
+        self, case: Case, tables: Iterable[GraphTable], *, is_first: bool, may_start: bool
+    ) -> None:
+        """A step without a plan begins.
+
+        Args:
+            case: the step's kind.
+            tables: of all graphs.
+            is_first: no step has been taken yet.
+            may_start: the training state, which stays, can still start to move.
+
+        Raises:
+            InfeasibleBudgetError: the graphs predict that the budget is too small.
+        """
+        self._refresh(tables)
+        if self._host_updates.wanted and is_first:
+            self._host_updates.expect(self.forecast.least_bytes - self.budget_bytes(case))
+            self._refresh(())
+        is_new, self._divided = not self._divided, True
+        try:
+            self._divide(case, is_new=is_new, may_start=may_start)
+        except InfeasibleBudgetError:
+            if not gc.collect():
+                raise
+        else:
+            return
+        self._refresh(())  # models that are gone were still there
+        self._divide(case, is_new=is_new, may_start=may_start)
+
+    def _divide(self, case: Case, *, is_new: bool, may_start: bool) -> None:
+        self._budget_bytes = budget = self.budget_bytes(case)
+        if is_new:
+            self._keeper.share_out(budget, self.forecast.least_bytes)
+        self.rest_bytes = budget - self._keeper.limit_bytes
+        if self._given is not None and (is_new or (case.memory is None and may_start)):
+            # What moves can have less than its share, so that a little more is needed beside it.
+            has_way_out = self._keeper.moves or may_start
+            self._refuse(case, certainly=self._given.nbytes is None or not has_way_out)
+
+    def meet(self, case: Case, table: GraphTable) -> None:
+        """Another graph is about to run for the first time, in the middle of a step without a plan.
+
+        Raises:
+            InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
+        """
+        self.forecast.add(table)  # to count what lasts is for the beginning of a step
+        if self._given is None:
+            return
+        self._budget_bytes = budget = self.budget_bytes(case)
+        self._keeper.share_out(budget, max(self.forecast.least_bytes, self.rest_bytes))
+        self.rest_bytes = budget - self._keeper.limit_bytes
+        if not self._keeper.may_start:
+            self._refuse(case, certainly=True)
+
+    def saw(self, saved_bytes: int) -> None:
+        """So much has been saved in one step, so far."""
+        self.forecast.saved_bytes = max(self.forecast.saved_bytes, saved_bytes)
+
+    def _refuse(self, case: Case, *, certainly: bool) -> None:
+        """Raise InfeasibleBudgetError if the budget is too small, as far as can be known."""
+        assert self._given is not None
+        moving, rest, given = self._keeper.limit_bytes, self.rest_bytes, ""
+        if self._given.percent is not None and case.memory is None:
+            peak = self.forecast.most_peak_bytes + self._keeper.step_bytes
+            rest = self._given.resolve(peak) - moving
+            given = f"{self._given.percent:g} % of the step's peak, that is at most "
+        self.forecast.refuse(rest, certainly=certainly, moving_bytes=moving, given=given)
+
+    def divide_again(self, case: Case, least_bytes: int, most_bytes: int) -> None:
+        """Once memory has been measured: the state gets what is left of the budget.
+
+        Args:
+            case: the step's kind.
+            least_bytes: what all else needs.
+            most_bytes: the same with nothing moved.
+        """
+        budget = self.budget_bytes(case)
+        other = max(least_bytes, min(most_bytes, (budget + least_bytes) // 2))
+        self._keeper.share_out(budget, max(other, budget - self._keeper.step_bytes))
+        self._divided_by_measurement = True
+        self.rest_bytes = budget - self._keeper.limit_bytes
+
+    def may_divide_again(self, case: Case) -> bool:
+        """True if memory has been measured for the first time."""
+        is_new = case.memory is not None and not self._divided_by_measurement
+        return is_new and self._keeper.moves
+
+    def safe_limit(self, case: Case) -> int:
+        """Most managed bytes that keep a step without a plan under the budget."""
+        if case.memory is not None:
+            return self.rest_bytes - case.memory.state_bytes - max(case.memory.workspaces_bytes)
+        return self.rest_bytes - self.forecast.other_bytes
+
+    def resident_limits(self, case: Case) -> tuple[int, int, int] | None:
+        """What `keep_under` is told; None until memory is measured."""
+        if case.memory is None:
+            return None
+        schedule = case.schedule
+        budget = schedule.plan.budgets.device_bytes if schedule else self._budget_bytes
+        if self._keeper.moves:  # free memory waits wherever the plan leaves room
+            budget -= case.reserve_bytes
+        headroom = int(budget * HEADROOM_FRACTION) + _HEADROOM_BYTES
+        free_bytes = headroom if self._keeper.moves and case.keeps_free else 0
+        return budget + case.memory.overhead_bytes, headroom, free_bytes
+
+    def _refresh(self, tables: Iterable[GraphTable]) -> None:
+        self.forecast.refresh(
+            tables, update_bytes=self._keeper.update_bytes, state_moves=self._keeper.moves
+        )
+        self.forecast.optimizer_bytes -= self._host_updates.missing_bytes()

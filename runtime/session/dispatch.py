@@ -1,0 +1,173 @@
+"""Binds the migration ops to the session whose graph is running.
+
+A forward op finds its session through this thread's stack of running graph calls; a backward op,
+which autograd calls with nothing around it, through its token.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from teraplan import ops
+from teraplan.graph_table import GraphTable
+from teraplan.runtime.engine.engine import Engine
+from teraplan.runtime.engine.tokens import owner_of
+from teraplan.runtime.state.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from teraplan.runtime.session.session import Session
+
+
+@dataclass(slots=True)
+class _Call:
+    """A graph call that is running on this thread."""
+
+    session: "Session"
+    shapes: tuple[object, ...]
+    table: GraphTable | None = None
+    number: int = -1
+
+
+parse_table = functools.lru_cache(maxsize=None)(GraphTable.from_json)
+"""Tables are read at every call of their graph."""
+
+
+class _Running(threading.local):
+    call: _Call | None = None
+    state: "weakref.ref[TrainingState] | None" = None
+    """Of the graph that was entered last."""
+
+
+_running = _Running()
+
+
+@contextmanager
+def running(session: "Session", shapes: tuple[object, ...]) -> Iterator[None]:
+    """Within this, forward ops belong to `session`; `shapes` tells its input sizes apart."""
+    outer = _running.call
+    _running.call = _Call(session, shapes)
+    try:
+        yield
+    finally:
+        _running.call = outer
+
+
+def _current() -> _Call:
+    call = _running.call
+    assert call is not None, "a migration op ran outside of a teraplan graph"
+    return call
+
+
+def _chain(anchor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=anchor.device)
+
+
+def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
+    call = _current()
+    call.table = parse_table(table)
+    state = call.session.engine.training_state
+    if state is not None:
+        state.arena.user_may_have_run()  # at this graph's first site things may leave
+    call.number = call.session.enter_forward(call.table, call.shapes)
+    # Afterwards: what is to leave in a step follows from the memory that the state gets for it.
+    _enter_training_state(call.session.engine.training_state, in_step=True)
+    return _chain(anchor)
+
+
+def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
+    engine, key = _engine_of(token)
+    _enter_training_state(engine.training_state, in_step=True)
+    engine.enter_backward(key, parse_table(table))
+    return _chain(anchor)
+
+
+def _save(
+    x: torch.Tensor, chain: torch.Tensor, slot: int, beside: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    call = _current()
+    assert call.table is not None, "save before enter"
+    return call.session.engine.save(x, call.table, call.number, slot, beside)
+
+
+def _need(
+    chain: torch.Tensor,
+    token: torch.Tensor,
+    slot: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    engine, key = _engine_of(token)
+    return engine.need(key, size, stride, dtype)
+
+
+def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) -> None:
+    engine, key = _engine_of(token)
+    engine.done(key)
+
+
+def _enter_training_state(state: TrainingState | None, *, in_step: bool) -> None:
+    _running.state = weakref.ref(state) if state is not None else None
+    if state is not None:
+        state.in_step = in_step
+        state.enter()
+
+
+def _enter_state(anchor: torch.Tensor) -> torch.Tensor:
+    """A graph that saves nothing which moves: of a backward, the only state there is is its."""
+    if _running.call is not None:
+        state = _running.call.session.engine.training_state
+    else:
+        alive = TrainingState.all_alive()
+        state = alive[0] if len(alive) == 1 else None
+    _enter_training_state(state, in_step=False)
+    return _chain(anchor)
+
+
+def _state() -> TrainingState | None:
+    return _running.state() if _running.state is not None else None
+
+
+def _acquire(parameter: torch.Tensor, chain: torch.Tensor, changes: bool = False) -> None:
+    state = _state()
+    if state is not None:
+        state.acquire(parameter, changes=changes)
+
+
+def _release(parameter: torch.Tensor, chain: torch.Tensor) -> None:
+    state = _state()
+    if state is not None:
+        state.release(parameter)
+
+
+def _settle(
+    gradient: torch.Tensor, chain: torch.Tensor, parameter: torch.Tensor | None = None
+) -> torch.Tensor:
+    state = _state()
+    return state.settle(gradient, parameter) if state is not None else gradient
+
+
+def _engine_of(token: torch.Tensor) -> tuple[Engine, int]:
+    engine, key = owner_of(token)
+    assert isinstance(engine, Engine)
+    return engine, key
+
+
+for _name, _kernel in (
+    ("enter", _enter),
+    ("enter_backward", _enter_backward),
+    ("save", _save),
+    ("need", _need),
+    ("done", _done),
+    ("enter_state", _enter_state),
+    ("acquire", _acquire),
+    ("release", _release),
+    ("settle", _settle),
+):
+    ops.bind(_name, _kernel)
