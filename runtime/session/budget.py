@@ -12,8 +12,8 @@ _MEASURED_IN_BYTES = 512 << 10
 """Memory that is measured as the process's comes in pages."""
 _SPARE_FRACTION = 1 / 64
 """Of the predicted least is added: kernels have memory of their own."""
-_MUCH_THAT_STAYS_BYTES = 1 << 20
-"""Beside a training state that moves: small parameters and buffers are less as a rule."""
+_MUCH_THAT_IS_SHARED_BYTES = 1 << 20
+"""Of less than this a refusal says nothing."""
 _MARGIN_BYTES = 64 << 10
 """By so much, and a little more, a budget that is named as enough is larger than the least."""
 _WIDE_MARGIN_BYTES, _WIDE_MARGIN_FRACTION = 4 << 20, 1 / 8
@@ -115,13 +115,20 @@ class GraphForecast:
         return max(saved, default=0)
 
     def refuse(
-        self, budget_bytes: int, *, certainly: bool, moving_bytes: int = 0, given: str = ""
+        self,
+        budget_bytes: int,
+        *,
+        certainly: bool,
+        moving_bytes: int = 0,
+        shared_bytes: int = 0,
+        given: str = "",
     ) -> None:
         """Raise InfeasibleBudgetError if the budget is less than what the graphs predict.
 
         Args:
             budget_bytes: the device budget, but for the part of a training state that moves.
             moving_bytes: that part.
+            shared_bytes: of what could move and stays, since something else has it, too.
             certainly: only if it is so much less that measuring would show the same.
             given: how the user has written the budget, if not in bytes.
         """
@@ -132,10 +139,11 @@ class GraphForecast:
         named = self._named_bytes(moving_bytes, certainly=certainly)
         part = f", {format_nbytes(max(0, budget_bytes))} of it beside the training state that moves"
         for_state = f", with {format_nbytes(moving_bytes)} for the training state that moves"
-        if moving_bytes and state > _MUCH_THAT_STAYS_BYTES:
+        if moving_bytes and shared_bytes > _MUCH_THAT_IS_SHARED_BYTES:
             for_state += (
-                "; tensors that something else has, too, stay, such as those of a state_dict that "
-                "was loaded and is still there: drop what is no longer needed"
+                f"; {format_nbytes(shared_bytes)} of it stay since something else has these "
+                "tensors, too, such as a state_dict that was loaded and is still there: drop what "
+                "is no longer needed"
             )
         beside, enough = (
             "an update needs beside them",

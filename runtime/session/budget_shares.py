@@ -67,7 +67,8 @@ class BudgetShares:
             self._keeper.share_out(self._given.nbytes, self.forecast.least_bytes)
             moving = self._keeper.limit_bytes
             rest = self._given.nbytes - moving
-            self.forecast.refuse(rest, certainly=False, moving_bytes=moving)
+            shared = self._keeper.shared_bytes
+            self.forecast.refuse(rest, certainly=False, moving_bytes=moving, shared_bytes=shared)
 
     def divide(
         self, case: Case, tables: Iterable[GraphTable], *, is_first: bool, may_start: bool
@@ -135,7 +136,13 @@ class BudgetShares:
             peak = self.forecast.most_peak_bytes + self._keeper.step_bytes
             rest = self._given.resolve(peak) - moving
             given = f"{self._given.percent:g} % of the step's peak, that is at most "
-        self.forecast.refuse(rest, certainly=certainly, moving_bytes=moving, given=given)
+        self.forecast.refuse(
+            rest,
+            certainly=certainly,
+            moving_bytes=moving,
+            shared_bytes=self._keeper.shared_bytes,
+            given=given,
+        )
 
     def divide_again(self, case: Case, least_bytes: int, most_bytes: int) -> None:
         """Once memory has been measured: the state gets what is left of the budget.

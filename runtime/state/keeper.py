@@ -119,6 +119,11 @@ class StateKeeper:
             yield f"not all that was to leave had room elsewhere: {self.state.arena.why_stayed}"
 
     @property
+    def shared_bytes(self) -> int:
+        """What could move and stays, since something else has its memory, too."""
+        return sum(tensor.nbytes for tensor, _ in self.state.shared) if self.state else 0
+
+    @property
     def limit_bytes(self) -> int:
         """What of the device budget is the state's in steps without a plan."""
         return self.state.limit_bytes if self.state is not None else 0

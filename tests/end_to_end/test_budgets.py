@@ -305,3 +305,24 @@ def test_what_sgd_makes_on_the_way_is_not_taken_to_be_as_much_as_of_adamw() -> N
     limited = within(program, 3 * table_bytes + 2 * MIB)
     assert not any(moved)
     assert_same(reference, limited)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_refusal_names_tensors_that_something_else_has_where_there_are_some(held: bool) -> None:
+    """Small parameters stay, too, and nothing can be done about these."""
+    budget = budget_beside_others(7 * MIB)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(120, 120) for _ in range(40)])
+    large = torch.nn.Linear(120, 4000)
+    net.append(large)
+    views = [large.weight.detach()] if held else []
+    options = {"device_budget": budget, "training_state": "moves", "kernels": "aot_eager"}
+    model = torch.compile(net, backend="teraplan", options=options)
+    optimizer = adamw(net.parameters())
+    with pytest.raises(InfeasibleBudgetError) as error:
+        for _ in range(3):
+            torch.autograd.backward(model(torch.randn(256, 120)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ("something else has" in str(error.value)) == bool(views)
+    assert str(error.value).count("1.83 MiB of it stay") == len(views)
