@@ -153,10 +153,11 @@ class GraphForecast:
             beside, enough = "the graphs have at once beside them", "they predict to be enough"
         raise InfeasibleBudgetError(
             f"device_budget is {given}{format_nbytes(budget_bytes + moving_bytes)}"
-            f"{part if moving_bytes else ''}, but parameters, gradients and optimizer state that "
-            f"stay take {format_nbytes(state)}, and with what {beside} "
-            f"it is {format_nbytes(least)}; set device_budget to {format_nbytes(named)} "
-            f"({named} bytes), which {enough}{for_state if moving_bytes else ''}",
+            f"{part if moving_bytes else ''}, but what stays (parameters, gradients, optimizer "
+            f"state, buffers, data that the program holds) takes {format_nbytes(state)}, and with "
+            f"what {beside} it is {format_nbytes(least)}; set device_budget to "
+            f"{format_nbytes(named)} ({named} bytes), which {enough}"
+            f"{for_state if moving_bytes else ''}",
             least_budget_bytes=named,
         )
 
