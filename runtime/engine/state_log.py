@@ -30,7 +30,10 @@ class _Entry:
 
 
 class StateLog:
-    """The uses in one step. Uses that overlap count as one."""
+    """The uses in one step. Uses that overlap count as one.
+
+    An interrupt between any two lines leaves it such that the next use can be noted.
+    """
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
@@ -65,12 +68,12 @@ class StateLog:
         entry = self._entries[self._numbers[block]]
         if block.key[0] is TensorKind.PARAMETER:
             self._parameter = entry.name
-        entry.depth += 1
-        if entry.depth == 1:
+        if not entry.uses or entry.uses[-1][1] != _OPEN:
             entry.uses.append((site, _OPEN, changes))
         elif changes:
             start, end, _ = entry.uses[-1]
             entry.uses[-1] = start, end, True
+        entry.depth += 1
 
     def end(self, block: Block, site: int) -> None:
         """A use ends; one that has begun in the step before is none of this one's."""
@@ -99,12 +102,14 @@ class StateLog:
         what, kind = block.what, block.key[0]
         if kind is TensorKind.OPTIMIZER_STATE and self._parameter:
             what = f"{what} of {self._parameter}"
-        count = self._names[what]
-        self._names[what] += 1
-        numbered = kind is not TensorKind.OPTIMIZER_STATE or count
-        name = f"{what} {count}" if numbered else what
-        self._numbers[block] = self.next_number
-        self._entries.append(_Entry(block, name, born))
+        last = self._entries[-1] if self._entries else None
+        if last is None or last.block is not block or block in self._numbers:
+            count = self._names[what]
+            self._names[what] += 1
+            numbered = kind is not TensorKind.OPTIMIZER_STATE or count
+            name = f"{what} {count}" if numbered else what
+            self._entries.append(_Entry(block, name, born))
+        self._numbers[block] = len(self._entries) - 1
         return self._entries[-1]
 
 

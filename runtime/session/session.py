@@ -211,10 +211,10 @@ class Session:
     # -- steps ---------------------------------------------------------------------------------
 
     def _begin_step(self, key: CaseKey) -> None:
-        self._finish_step()
+        if self._bounds.end():
+            self._finish_step()
         self.active = case = self.cases.setdefault(key, Case(number=len(self.cases)))
         self._plan(case)
-        self._bounds.begin()
         lacks_state = not self._bounds.optimizer_known and self._shares.lacks_state
         self._rehearses = self.keeper.rehearses or lacks_state
         is_new = self._compiles != self._compiles_seen or self._rehearses
@@ -232,6 +232,7 @@ class Session:
         self.engine.begin_step(
             recorder, case.schedule, *limits, case.rehearsal_limits(self._shares.rest_bytes)
         )
+        self._bounds.begin()
 
     def _finish_step(self) -> None:
         recorder, case = self.engine.recorder, self.active

@@ -32,6 +32,8 @@ class StepBounds:
         """Numbers of forwards that waited when one began after an optimizer had stepped."""
         self._num_in_vain = 0
         """Such waits in a row that no backward has ended."""
+        self._between = False
+        """One step has ended, and the next has not begun: an interrupt may come there."""
         self._thread = 0
         """Identity of the one whose step it is."""
 
@@ -50,7 +52,7 @@ class StepBounds:
         """
         engine = self._engine
         before, self._backward = self._backward, torch._C._current_graph_task_id()
-        if engine.recorder is None:
+        if engine.recorder is None or self._between:
             self._thread = threading.get_ident()
             return True
         if before == self._backward >= 0:  # checkpoints compute again
@@ -98,7 +100,13 @@ class StepBounds:
             )
         self._thread = here
 
+    def end(self) -> bool:
+        """A step ends; False if this was said before, and something interrupted what followed."""
+        is_new, self._between = not self._between, True
+        return is_new
+
     def begin(self) -> None:
-        """A step begins."""
+        """The next step has begun."""
         self._optimizer_steps = 0
         self._waiting = frozenset()
+        self._between = False

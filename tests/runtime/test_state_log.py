@@ -1,8 +1,17 @@
 """Uses of training state in one step, as a trace has them."""
 
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from teraplan.runtime.engine import state_log
 from teraplan.runtime.engine.state_log import StateLog
 from teraplan.runtime.state.block import Block
 from teraplan.step_trace import TensorKind
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 P, G, S = TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE
 
@@ -80,3 +89,41 @@ def test_steps_that_use_the_state_otherwise_have_other_signatures() -> None:
         return log.signature()
 
     assert signature(3) == signature(3) != signature(4)
+
+
+def test_an_interrupt_anywhere_leaves_a_log_that_goes_on() -> None:
+    file = str(state_log.__file__)
+    for at in range(1, 100):
+        log, known, new = StateLog(), block(P, 7, "parameter"), block(P, 3, "parameter")
+        log.begin(known, 0, changes=False)
+        log.end(known, 1)
+        lines = 0
+
+        def trace(
+            frame: FrameType, event: str, arg: object, at: int = at
+        ) -> "TraceFunction | None":
+            nonlocal lines
+            lines += event == "line" and frame.f_code.co_filename == file
+            if lines == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        with suppress(KeyboardInterrupt):
+            for one in (known, new):
+                log.begin(one, 2, changes=False)
+                log.end(one, 3)
+        sys.settrace(None)
+        for one in (known, new):
+            log.begin(one, 4, changes=True)
+            log.end(one, 5)
+        tensors = log.tensors(6)
+        assert [log.number_of(one) for one in (known, new)] == [0, 1]
+        assert all(tensor.windows[-1][1] in (5, 6) for tensor in tensors), "6: it has not ended"
+        for tensor in tensors:
+            ends = [site for window in tensor.windows for site in window]
+            assert ends == sorted(ends)
+        if lines < at:
+            break
+    assert at > 30

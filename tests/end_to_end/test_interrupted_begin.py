@@ -1,0 +1,91 @@
+"""An interrupt where one step ends and the next begins: the next forward begins it anew."""
+
+import sys
+from contextlib import nullcontext
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from teraplan.runtime.session.session import Session
+from tests.end_to_end.moving import adamw, model, run_moving, states
+from tests.end_to_end.training import Program, Run, assert_same
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+
+COUNTED, FIRST, STEPS = 5, 9, 45
+"""Steps under a plan: from the first on, lines are counted, from the second on interrupted."""
+BEGIN = Session._begin_step.__code__
+OURS = BEGIN.co_filename.removesuffix("session/session.py")
+
+
+class InBegin:
+    """Raises KeyboardInterrupt before the `at`-th line of ours that runs while a step begins."""
+
+    def __init__(self, at: int) -> None:
+        self.num_lines, self._at = 0, at
+        self._begin: FrameType | None = None
+
+    def __enter__(self) -> "InBegin":
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
+        if frame.f_code is BEGIN:
+            self._begin = frame
+        inside = self._begin is not None and frame.f_code.co_filename.startswith(OURS)
+        return self._line if inside else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self._at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        elif event == "return" and frame is self._begin:
+            self._begin = None
+        return self._line
+
+
+def training(came: list[int], *, interrupted: bool) -> Program:
+    """A step's forward is run again if an interrupt came while the step was beginning."""
+
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        num_lines = sys.maxsize
+        for step in range(STEPS):
+            at = 1 + (step - FIRST) * num_lines // (STEPS - FIRST) if step >= FIRST else -1
+            watch = InBegin(at)
+            try:
+                with watch if interrupted else nullcontext():
+                    loss = net(*net.batch(step))
+            except KeyboardInterrupt:
+                came.append(at)
+                loss = net(*net.batch(step))
+            if interrupted and COUNTED <= step < FIRST:
+                num_lines = min(num_lines, watch.num_lines)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    return program
+
+
+@pytest.mark.parametrize("policy", ["teraplan", "belady"])
+def test_training_goes_on(policy: str) -> None:
+    came: list[int] = []
+    reference = run_moving(training(came, interrupted=False), policy=policy)
+    assert not came
+    interrupted = run_moving(training(came, interrupted=True), policy=policy)
+    assert len(came) == STEPS - FIRST
+    assert came[-1] > 40
+    assert_same(reference, interrupted)
+    assert interrupted.final.phase == "planned"
