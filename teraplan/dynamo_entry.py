@@ -8,6 +8,7 @@ this module, which is what looking it up does, means that something is to be com
 import logging
 from collections.abc import Callable
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from teraplan.backend import has_compiled, teraplan
@@ -21,8 +22,12 @@ def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
     """Warn when the next optimizer steps, of whatever model, if there is no compiled graph yet."""
     told = waited = False
 
-    def before(_: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def before(
+        optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         nonlocal told, waited
+        if all(group.get("lr", 1) == 0 for group in optimizer.param_groups):
+            return  # trains nothing: torch.distributed.checkpoint lets it make its state
         if not waited and any(map(callable, (*args[1:], *kwargs.values()))):
             waited = True  # a closure: its forward is still to come
             return

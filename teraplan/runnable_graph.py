@@ -9,7 +9,12 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from teraplan.config import Config
 from teraplan.errors import StateHasToMoveError
@@ -37,7 +42,11 @@ class RunnableGraph:
         session.compiling(example_inputs)
         self._may_hold_all = takes_gradients(gm)
         """It may have its backward within it, where nothing moves, as far as is known yet."""
-        self._compiled = _compile(session.config, gm, example_inputs)
+        try:
+            self._compiled = _compile(session.config, gm, example_inputs)
+        except exceptions_allowed_to_be_fallback as error:
+            session.fall_back(_left_to_eager(gm, error))
+            raise
 
     def run(self, args: tuple[Any, ...], shapes: tuple[object, ...]) -> Any:  # noqa: ANN401
         """The graph's results; `shapes` tells its input sizes apart."""
@@ -75,6 +84,33 @@ _HOLDS_ALL = (
     "graph, nothing that it saves moves, and no budget holds for it; compile the model or its "
     "loss, and take the gradients outside"
 )
+
+_REMEDIES: tuple[tuple[type[Exception], str], ...] = (
+    (
+        DynamicOutputShapeException,
+        "write it with sizes that do not depend on values (torch.where in the place of "
+        "x[mask] = y), or set torch._dynamo.config.capture_dynamic_output_shape_ops = True",
+    ),
+    (DataDependentOutputException, "set torch._dynamo.config.capture_scalar_outputs = True"),
+)
+
+
+def _left_to_eager(gm: fx.GraphModule, error: Exception) -> str:
+    """What is said of a graph that PyTorch cannot compile and runs as if it were none."""
+    remedies = (text for kind, text in _REMEDIES if isinstance(error, kind))
+    remedy = next(remedies, "keep this operation out of what is compiled")
+    frames = (line.strip() for node in gm.graph.nodes for line in _stack(node))
+    begin = next((frame for frame in frames if frame.startswith("File ")), "unknown")
+    return (
+        f"PyTorch could not compile a graph of {len(gm.graph.nodes)} operations ({error}), which "
+        f"begins at {begin}, and runs it without compiling: nothing that it saves moves, and it is "
+        f"not in the plan; {remedy}"
+    )
+
+
+def _stack(node: fx.Node) -> list[str]:
+    """Where user code asks for an operation, innermost line first."""
+    return (node.stack_trace or "").splitlines()[::-1]
 
 
 def _compile(config: Config, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:

@@ -24,7 +24,7 @@ from teraplan.runtime.engine.recorder import SiteKey, StepRecorder
 from teraplan.runtime.engine.saved import Saved, View, is_movable
 from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.engine.state_sites import StateSites
-from teraplan.runtime.engine.tokens import make_token
+from teraplan.runtime.engine.tokens import make_token, release_lost
 from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.step_trace import SiteKind
@@ -133,6 +133,7 @@ class Engine:
             rehearsal_limits: most managed bytes at each site of a step in which computing again
                 is tried; empty if it is not.
         """
+        release_lost(self._views)
         if not self._views:
             self._forget_lost()
         self._resident_limits = resident_limits

@@ -39,6 +39,9 @@ class Mover:
         """From here on stalls and faults are another step's."""
         self.stalls, self.faults = [], []
         self._start_ns = time.perf_counter_ns()
+        if torch._C._current_graph_task_id() < 0:  # what an interrupted backward has left in use
+            for saved in self._resident.values():
+                saved.in_use = 0
 
     def add(self, saved: Saved) -> None:
         """A storage that can move is on the device."""

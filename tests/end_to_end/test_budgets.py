@@ -316,7 +316,11 @@ def test_a_refusal_names_tensors_that_something_else_has_where_there_are_some(he
     large = torch.nn.Linear(120, 4000)
     net.append(large)
     views = [large.weight.detach()] if held else []
-    options = {"device_budget": budget, "training_state": "moves", "kernels": "aot_eager"}
+    options: dict[str, Any] = {
+        "device_budget": budget,
+        "training_state": "moves",
+        "kernels": "aot_eager",
+    }
     model = torch.compile(net, backend="teraplan", options=options)
     optimizer = adamw(net.parameters())
     with pytest.raises(InfeasibleBudgetError) as error:

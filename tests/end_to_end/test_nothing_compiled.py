@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import teraplan
 from teraplan.dynamo_entry import warn_at_first_step
@@ -47,6 +48,20 @@ def test_a_closure_is_given_the_chance_to_compile(caplog: pytest.LogCaptureFixtu
         optimizer.step(closure)
         assert not caplog.text
         optimizer.step(closure)
+        assert "no graph has been compiled" in caplog.text
+
+
+def test_a_checkpoint_that_makes_the_state_of_an_optimizer_trains_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_at_first_step(lambda: False)
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    with caplog.at_level(logging.WARNING, logger="teraplan"):
+        get_optimizer_state_dict(net, optimizer)
+        assert optimizer.state
+        assert not caplog.text
+        optimizer.step()
         assert "no graph has been compiled" in caplog.text
 
 
@@ -111,3 +126,36 @@ optimizer.step()
         command = [sys.executable, "-c", lines.replace("MODEL", model)]
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         assert ("no graph has been compiled" in found.stderr) is told, found.stderr
+
+
+class Masked(nn.Module):
+    """Sizes that depend on values: AOTAutograd cannot compile its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.filling = nn.Linear(64, 64), nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(x)).clone()
+        x[mask] = self.filling
+        return x.square().mean()
+
+
+def test_a_graph_that_pytorch_cannot_compile_is_told_of() -> None:
+    """Dynamo runs it eagerly, beside graphs that are compiled."""
+    torch.manual_seed(0)
+    net, other = Masked(), nn.Linear(64, 64)
+    options: dict[str, Any] = {"kernels": "aot_eager"}
+    first = torch.compile(other, backend="teraplan", options=options)
+    net.compile(backend="teraplan", options=options)
+    x, mask = torch.randn(512, 64), torch.rand(512) < 0.2
+    loss = net(first(x), mask)
+    assert torch.equal(loss, Masked.forward(net, other(x), mask))
+    told = teraplan.status().fallbacks[0]  # and once more for what Dynamo tries then
+    assert "test_nothing_compiled.py" in told
+    assert "(aten.nonzero.default)" in told
+    assert "torch.where" in told
+    torch._dynamo.reset()
+    net.compile(backend="teraplan", options={**options, "strict": True})
+    with pytest.raises(FallbackRefusedError, match=r"could not compile a graph of \d+ operations"):
+        net(x, mask)

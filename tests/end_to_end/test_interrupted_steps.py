@@ -1,16 +1,17 @@
-"""An interrupt where one step ends and the next begins: the next forward begins it anew."""
+"""Interrupts in the midst of our code, after which training goes on with the same bits."""
 
 import sys
 from contextlib import nullcontext
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from teraplan.runtime.engine.engine import Engine
 from teraplan.runtime.session.session import Session
 from tests.end_to_end.moving import adamw, model, run_moving, states
-from tests.end_to_end.training import Program, Run, assert_same
+from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, tight, unlimited
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -21,14 +22,14 @@ BEGIN = Session._begin_step.__code__
 OURS = BEGIN.co_filename.removesuffix("session/session.py")
 
 
-class InBegin:
-    """Raises KeyboardInterrupt before the `at`-th line of ours that runs while a step begins."""
+class Within:
+    """Raises KeyboardInterrupt before the `at`-th line of ours that runs within a function."""
 
-    def __init__(self, at: int) -> None:
-        self.num_lines, self._at = 0, at
+    def __init__(self, code: CodeType, at: int) -> None:
+        self.num_lines, self._at, self._code = 0, at, code
         self._begin: FrameType | None = None
 
-    def __enter__(self) -> "InBegin":
+    def __enter__(self) -> "Within":
         sys.settrace(self._call)
         return self
 
@@ -36,7 +37,7 @@ class InBegin:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        if frame.f_code is BEGIN:
+        if frame.f_code is self._code:
             self._begin = frame
         inside = self._begin is not None and frame.f_code.co_filename.startswith(OURS)
         return self._line if inside else None
@@ -62,7 +63,7 @@ def training(came: list[int], *, interrupted: bool) -> Program:
         num_lines = sys.maxsize
         for step in range(STEPS):
             at = 1 + (step - FIRST) * num_lines // (STEPS - FIRST) if step >= FIRST else -1
-            watch = InBegin(at)
+            watch = Within(BEGIN, at)
             try:
                 with watch if interrupted else nullcontext():
                     loss = net(*net.batch(step))
@@ -80,7 +81,7 @@ def training(came: list[int], *, interrupted: bool) -> Program:
 
 
 @pytest.mark.parametrize("policy", ["teraplan", "belady"])
-def test_training_goes_on(policy: str) -> None:
+def test_where_one_step_ends_and_the_next_begins(policy: str) -> None:
     came: list[int] = []
     reference = run_moving(training(came, interrupted=False), policy=policy)
     assert not came
@@ -89,3 +90,32 @@ def test_training_goes_on(policy: str) -> None:
     assert came[-1] > 40
     assert_same(reference, interrupted)
     assert interrupted.final.phase == "planned"
+
+
+def test_a_backward_whose_traceback_is_kept() -> None:
+    """As notebooks keep it, and with it the graph, whose saved activations are in use for good."""
+    done = Engine.done.__wrapped__.__code__  # type: ignore[attr-defined]
+    kept: list[BaseException] = []
+
+    def program(this: Run) -> None:
+        net = MLP()
+        this.compile(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for step in range(12):
+            if len(this.recorded) == 6 and this.options["device_budget"] != UNLIMITED:
+                with Within(done, 1):
+                    try:
+                        torch.autograd.backward(net(*net.batch(step)))
+                    except KeyboardInterrupt as error:
+                        kept.append(error)
+                optimizer.zero_grad()
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    reference = unlimited(program)
+    limited = tight(program, reference, 0.3)
+    assert kept
+    assert_same(reference, limited)
