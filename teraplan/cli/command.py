@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from teraplan.check_plan import broken_rules, check_plan
 from teraplan.errors import ConfigError, FileFormatError
 from teraplan.plan import Plan
 from teraplan.planners import as_it_is
@@ -81,6 +82,26 @@ def _write_no_more() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def read_as_it_is(path: Path) -> tuple[Plan, tuple[str, ...]]:
+    """A plan with the prediction of what it says now, and what is to be said of an edited one.
+
+    Raises:
+        FileFormatError: if the file is no plan file or run file.
+    """
+    plan, _ = read_plan_or_runs(path)
+    found = check_plan(plan)
+    broken = broken_rules(found)
+    if broken:
+        rules = "1 rule" if len(broken) == 1 else f"{len(broken)} rules"
+        return plan, (
+            f"{path} does not hold: it breaks {rules} (`teraplan check` names them). The "
+            "prediction is that of the file, and does not count",
+        )
+    if not found:
+        return plan, ()
+    return as_it_is(plan), (f"{path} was edited: the prediction is made anew",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

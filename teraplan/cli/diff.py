@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, NO, Command, emit, emit_json
+from teraplan.cli.command import DONE, NO, Command, emit, emit_json, read_as_it_is
 from teraplan.report.plan_changes import all_layers, changes_json, changes_text, plan_changes
-from teraplan.run_file import read_plan_or_runs
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,13 +13,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    before, _ = read_plan_or_runs(options.before)
-    after, _ = read_plan_or_runs(options.after)
+    before, notes = read_as_it_is(options.before)
+    after, more = read_as_it_is(options.after)
+    notes = tuple(dict.fromkeys(notes + more))
     changes = plan_changes(before, after)
     if options.json:
-        emit_json(changes_json(changes))
+        emit_json(changes_json(changes) | {"notes": notes})
     else:
-        emit(changes_text(changes, all_layers(before, after)))
+        emit("\n".join([*notes, changes_text(changes, all_layers(before, after))]))
     return NO if changes.any else DONE
 
 

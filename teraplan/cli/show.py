@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, Command, emit, emit_json
+from teraplan.cli.command import DONE, Command, emit, emit_json, read_as_it_is
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
-from teraplan.run_file import read_plan_or_runs
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,11 +15,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    plan, _ = read_plan_or_runs(options.plan)
+    plan, notes = read_as_it_is(options.plan)
     if options.json:
-        emit_json(plan_json(plan, everything=options.all))
+        emit_json(plan_json(plan, everything=options.all) | {"notes": notes})
     else:
-        emit(plan_details(plan) if options.all else plan_screen(plan))
+        text = plan_details(plan) if options.all else plan_screen(plan)
+        emit("\n".join([*notes, text]))
     return DONE
 
 

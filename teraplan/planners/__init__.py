@@ -26,6 +26,7 @@ from teraplan.planners.finishing import NEAR
 from teraplan.planners.foreign import load_planner
 from teraplan.planners.recompute import recomputations, with_recomputed
 from teraplan.planners.rules import apply_rules
+from teraplan.planners.slower_machine import begun_as_there
 from teraplan.planners.stall_driven import plan_by_stalls
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.update_split import split_updates
@@ -106,7 +107,7 @@ def make_plan(
         return Problem.of(step, hardware, budgets)
 
     @cache
-    def plan_step(recomputed: tuple[Recomputation, ...] = (), draft: bool = False) -> Plan:
+    def plan_step(recomputed: tuple[Recomputation, ...], draft: bool) -> Plan:
         asked = _asked(problem_of(recomputed), works, rules or {}, deadline, split)
         asked = replace(asked, draft=draft)
         try:
@@ -136,13 +137,14 @@ def make_plan(
 
     def found() -> Plan:
         if planner is not plan_by_stalls or rules:
-            return plan_step()
+            return plan_step((), False)
         if not isinstance(recompute, bool):
-            return plan_step(recomputations(trace, recompute))
-        kept = plan_step()
+            return plan_step(recomputations(trace, recompute), False)
+        kept = plan_step((), False)
         if not recompute:
             return kept
-        return with_recomputed(kept, plan_step, contention_ns_per_byte=contention_ns_per_byte)
+        late, contention = partial(_is_late, deadline), contention_ns_per_byte
+        return with_recomputed(kept, plan_step, late, contention_ns_per_byte=contention)
 
     allowed = [
         other
@@ -152,6 +154,10 @@ def make_plan(
     plan = _best(found, allowed, kept)
     bound_ns = _bound_ns(problem_of(plan.recomputed), tight_bound)
     return replace(plan, prediction=replace(plan.prediction, bound_ns=bound_ns))
+
+
+def _is_late(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline
 
 
 def _works_by(policy: str, planner: Planner, problem: Problem) -> Works | None:
@@ -256,6 +262,9 @@ def _faster(candidate: Plan, problem: Problem, plan: Plan | None) -> Plan | None
     if candidate.trace != problem.trace:
         return None
     remade = _predicted(replace(candidate, hardware=problem.hardware, budgets=problem.budgets))
+    if remade and remade.prediction.step_ns > candidate.prediction.step_ns:
+        late = _predicted(replace(remade, migrations=begun_as_there(candidate)))
+        remade = min((remade, late or remade), key=lambda one: one.prediction.step_ns)
     if remade is None or (plan and remade.prediction.step_ns >= plan.prediction.step_ns):
         return None
     return None if check_plan(remade) else remade

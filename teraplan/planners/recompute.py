@@ -36,13 +36,18 @@ PlanStep = Callable[[tuple[Recomputation, ...], bool], Plan]
 
 
 def with_recomputed(
-    kept: Plan, plan_step: PlanStep, *, contention_ns_per_byte: float = 0.0
+    kept: Plan,
+    plan_step: PlanStep,
+    late: Callable[[], bool],
+    *,
+    contention_ns_per_byte: float = 0.0,
 ) -> Plan:
     """`kept`, or a faster plan for the same budgets that computes some activations again.
 
     Args:
         kept: computes nothing again.
         plan_step: makes other plans.
+        late: that there is no time for another plan.
         contention_ns_per_byte: by which the computation takes longer for each byte that is moved
             beside it. What `kept` moves is in the times of its trace.
     """
@@ -61,6 +66,8 @@ def with_recomputed(
     """By how many of the candidates are computed again."""
 
     def plan_of(count: int, *, draft: bool) -> Plan:
+        if late():
+            return kept
         try:
             return plan_step(recomputations(trace, ranked[:count]), draft)
         except InfeasibleBudgetError:  # what they are computed from has to stay for longer

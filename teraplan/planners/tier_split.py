@@ -45,6 +45,8 @@ _LEAST_GAIN = 0.02
 """By how much two links must carry more than one for a split to be worth it."""
 _LONGEST_ROW = 32
 """How many copies before a wait are looked at."""
+_MOST_LOOKS = 20_000
+"""How many copies are looked at in all: beside the longest waits the rest matters little."""
 _GAPLESS_NS = 4
 """Copies of one link that are no farther apart follow each other: times are rounded."""
 
@@ -278,6 +280,7 @@ class _Proposals:
         }
         self._together = together(migrations)
         self._treated: set[int] = set()
+        self._looks_left = _MOST_LOOKS
         self._made: list[tuple[tuple[int, ...], int]] = []
 
     def made(self) -> list[tuple[tuple[int, ...], int]]:
@@ -286,6 +289,8 @@ class _Proposals:
         Those that rely on one copy are together.
         """
         for wait in sorted(self._timing.waits, key=lambda wait: (-wait.duration_ns, wait.site)):
+            if self._looks_left <= 0:
+                break
             if wait.migration < len(self._migrations):
                 self._treat(wait)
         return self._made
@@ -309,6 +314,7 @@ class _Proposals:
         for transfer in _row(self._queues[link], place):
             if left_ns <= 0.0:
                 break
+            self._looks_left -= 1
             nbytes = self._move(transfer, pair, left_ns)
             left_ns -= pair.saved_ns(nbytes)
 

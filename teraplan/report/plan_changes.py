@@ -73,6 +73,7 @@ def _facts(before: Plan, after: Plan) -> tuple[Change, ...]:
     word("policy", before.policy, after.policy)
     word("updates on the host", str(len(before.host_updates)), str(len(after.host_updates)))
     word("program", _program(before), _program(after))
+    word("measured step", *_measured(before.trace, after.trace))
     word("device", before.hardware.device, after.hardware.device)
     if before.hardware != after.hardware and before.hardware.device == after.hardware.device:
         word("machine", "capacities or links", "others")
@@ -85,7 +86,30 @@ def _program(plan: Plan) -> str:
     fingerprint = plan.trace.fingerprint
     graphs = ",".join(graph[:8] for graph in fingerprint.graphs[:3])
     more = f" and {len(fingerprint.graphs) - 3} more" if len(fingerprint.graphs) > 3 else ""
-    return f"graphs {graphs}{more}, shapes {fingerprint.shapes[:8]}, {fingerprint.torch_version}"
+    return (
+        f"graphs {graphs}{more}, shapes {fingerprint.shapes[:8]}, {fingerprint.torch_version}, "
+        f"{fingerprint.kernels} on {fingerprint.device}"
+    )
+
+
+_OF_TRACE: Mapping[str, Callable[[StepTrace], object]] = {
+    "graphs": lambda trace: trace.fingerprint.graphs,
+    "chunks of small tensors": lambda trace: trace.fingerprint.chunk_bytes,
+    "state": lambda trace: trace.state_bytes,
+    "sites": lambda trace: [(s.kind, s.graph, s.call, s.tensor_id) for s in trace.sites],
+    "times": lambda trace: [site.duration_ns for site in trace.sites],
+    "workspaces": lambda trace: [site.workspace_bytes for site in trace.sites],
+    "tensors": lambda trace: trace.tensors,
+    "updates": lambda trace: trace.updates,
+}
+
+
+def _measured(before: StepTrace, after: StepTrace) -> tuple[str, str]:
+    """What of the steps that the plans were made for differs, in words."""
+    if before == after:
+        return "", ""
+    differ = [name for name, of in _OF_TRACE.items() if of(before) != of(after)]
+    return ", ".join(differ), "others"
 
 
 def _numbers(plan: Plan) -> tuple[tuple[str, int], ...]:

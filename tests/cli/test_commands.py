@@ -128,9 +128,33 @@ def test_an_edited_plan_is_what_it_says_now(files: Files, capsys: Captured) -> N
     assert main(["plot", str(path), "-o", str(files.out / "edited.png")]) == 0
     assert main(["timeline", str(path), "-o", str(files.out / "edited.json.gz")]) == 0
     again = as_it_is(edited)
+    capsys.readouterr()
+    assert main(["show", str(path), "--json"]) == 0
+    shown = loaded(capsys)
+    assert shown["notes"] == [f"{path} was edited: the prediction is made anew"]
+    assert shown["prediction"]["step_ns"] == again.prediction.step_ns
+    assert shown["prediction"]["step_ns"] != plan.prediction.step_ns
+    write_plan(again, files.out / "again.json")
+    assert main(["diff", str(path), str(files.out / "again.json")]) == 0
+    assert "made anew\nThe plans are equal." in capsys.readouterr().out
+    assert main(["show", files.broken]) == 0
+    assert "does not hold: it breaks 1 rule (`teraplan check` names" in capsys.readouterr().out
     assert again.migrations == edited.migrations
     assert not check_plan(again)
     assert as_it_is(again) is again
+
+
+def test_plans_of_steps_that_were_measured_otherwise_are_not_equal(
+    files: Files, capsys: Captured
+) -> None:
+    plan = make_plan()
+    first, *rest = plan.trace.sites
+    sites = (replace(first, duration_ns=first.duration_ns + 1), *rest)
+    path = files.out / "slower.json"
+    write_plan(as_it_is(replace(plan, trace=replace(plan.trace, sites=sites))), path)
+    assert main(["diff", files.plan, str(path), "--json"]) == 1
+    facts = {fact["name"]: fact for fact in loaded(capsys)["facts"]}
+    assert facts["measured step"]["before"] == "times"
 
 
 def test_a_bound_in_a_file_is_not_believed(files: Files, capsys: Captured) -> None:

@@ -319,3 +319,21 @@ def test_a_budget_beyond_all_numbers_is_as_much_as_there_can_be(
     assert main(["plan", trace, "--hardware", "h200", *budget, "-o", str(plan)]) == 0
     assert read_plan(plan).migrations == ()
     capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_more_ssds_behind_one_port_are_hardly_slower(capsys: Captured) -> None:
+    """The plan for two, as it is, takes 3.3 % longer with four."""
+    arguments = [
+        "--library",
+        "vit-g",
+        "--batch",
+        "8",
+        "--hardware",
+        "rtx-4090",
+        "--device-budgets",
+        "22GiB",
+    ]
+    assert main(["sweep", *arguments, "--host-budgets", "32GiB", "--ssds", "2,4", "--json"]) == 0
+    two, four = (cell["step_ns"] for cell in loaded(capsys)["cells"])
+    assert four < 1.005 * two

@@ -167,11 +167,24 @@ def test_each_part_is_planned_once_and_the_nearest_ones_thoroughly() -> None:
         step_ns = kept.prediction.step_ns * (10 - len(chosen)) // 10
         return replace(kept, prediction=replace(kept.prediction, step_ns=step_ns))
 
-    found = with_recomputed(kept, plan_step)
+    found = with_recomputed(kept, plan_step, lambda: False)
     most = max(count for count, _ in asked)
     assert found.prediction.step_ns == kept.prediction.step_ns * (10 - most) // 10
     assert len(set(asked)) == len(asked) > 3
     assert [count for count, draft in asked if not draft] == [most]
+
+
+def test_no_part_is_planned_once_it_is_late() -> None:
+    trace = with_recipes(2)
+    kept = make_plan(trace, machine(GIB // 2), half(trace), recompute=False)
+    asked: list[int] = []
+
+    def plan_step(chosen: tuple[Recomputation, ...], draft: bool) -> Plan:
+        asked.append(len(chosen))
+        return kept
+
+    assert with_recomputed(kept, plan_step, lambda: bool(asked)) is kept
+    assert len(asked) == 1
 
 
 def test_a_small_step_takes_few_simulations(simulated: list[object]) -> None:
