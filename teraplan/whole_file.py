@@ -14,13 +14,15 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     """A file to write to; it takes the place of `path` when the block ends well.
 
     A link stays one, and what it names is replaced. What is no file, such as a pipe or a device,
-    stays what it is: there what was written is written once more.
+    stays what it is: there what was written is written once more. `mode` is that of a new file,
+    less the umask; one that was there keeps its own.
 
     Raises:
         OSError: it cannot be written there.
     """
-    target = Path(os.path.realpath(path))
-    special = target.exists() and not stat.S_ISREG(target.stat().st_mode)
+    there = path.stat().st_mode if path.exists() else None
+    special = there is not None and not stat.S_ISREG(there)
+    target = path if special else Path(os.path.realpath(path))  # a pipe's name leads nowhere
     directory = None if special else target.parent
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=directory)
     os.close(handle)
@@ -33,7 +35,7 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
             return
         umask = os.umask(0)
         os.umask(umask)
-        part.chmod(mode & ~umask)
+        part.chmod(mode & ~umask if there is None else stat.S_IMODE(there))
         part.replace(target)
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -1,6 +1,7 @@
 """Pipes and devices in the place of files, and standard output that nobody reads."""
 
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 from teraplan.cli import main
 from teraplan.library.machine_file import read_machine
 from teraplan.library.machines import machine_named
+from teraplan.plan_file import write_plan
 from teraplan.trace_file import write_trace
 from tests.cli.example_files import Captured, Files, assert_one_line, python
 from tests.report.example_plan import make_plan
@@ -125,3 +127,20 @@ def test_nobody_listens(files: Files) -> None:
 
 def _main_of(files: Files) -> str:
     return f"import teraplan.cli as c; sys.exit(c.main(['check', {files.plan!r}]))"
+
+
+def test_an_output_goes_into_a_pipe_by_its_descriptor(files: Files) -> None:
+    path = files.out / "trace.json"
+    write_trace(make_plan().trace, path)
+    arguments = ("plan", str(path), "--hardware", "h200:ssd=4", "-o", "/dev/stdout")
+    done = python("-m", "teraplan", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert b'"schema": "teraplan.plan"' in done.stdout
+
+
+def test_a_file_that_is_written_again_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for mode in (0o600, 0o644):
+        write_plan(make_plan(), path)
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+        path.chmod(0o644)
