@@ -262,7 +262,8 @@ def _faster(candidate: Plan, problem: Problem, plan: Plan | None) -> Plan | None
     if candidate.trace != problem.trace:
         return None
     remade = _predicted(replace(candidate, hardware=problem.hardware, budgets=problem.budgets))
-    if remade and remade.prediction.step_ns > candidate.prediction.step_ns:
+    longer = remade is not None and remade.prediction.step_ns > candidate.prediction.step_ns
+    if remade and longer and not broken_rules(check_plan(candidate)):
         late = _predicted(replace(remade, migrations=begun_as_there(candidate)))
         remade = min((remade, late or remade), key=lambda one: one.prediction.step_ns)
     if remade is None or (plan and remade.prediction.step_ns >= plan.prediction.step_ns):

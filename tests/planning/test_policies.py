@@ -115,6 +115,11 @@ def test_a_faster_candidate_is_the_answer_and_a_wrong_one_is_not() -> None:
     edited = replace(first, gone=first.back, back=first.gone)
     wrong = replace(ours, migrations=(edited, *ours.migrations[1:]))
     assert make_plan(trace, machine(2.0), limit, "lru", candidates=[wrong]).policy == "lru"
+    nowhere = replace(ours.hardware, host_link=None, storage_link=None)
+    said = replace(ours.prediction, step_ns=1)
+    foreign = replace(ours, hardware=nowhere, prediction=said)
+    taken = make_plan(trace, machine(2.0), limit, "lru", candidates=[foreign])
+    assert taken.migrations == ours.migrations, "its own machine could not have run it"
     smaller = budgets(between(trace, 0.1))
     kept = make_plan(trace, machine(2.0), smaller, candidates=[ours])
     assert check_plan(kept) == ()
