@@ -213,7 +213,7 @@ def test_hopeless_budget_of_a_graph_without_ops() -> None:
     """Nothing saved is large enough for an op; the budget counts all the same."""
     model = MLP()
     model.compile(backend="teraplan", options={**QUICK, "device_budget": "1KiB"})
-    with pytest.raises(InfeasibleBudgetError, match="parameters, gradients and optimizer state"):
+    with pytest.raises(InfeasibleBudgetError, match="parameters, gradients, optimizer state"):
         model(MLP().batch(0)[0][:1])
 
 
