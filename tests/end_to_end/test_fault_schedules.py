@@ -16,6 +16,7 @@ from errno import EINTR, EIO, ENODEV
 import pytest
 import torch
 
+from tests.end_to_end.conftest import forget_everything
 from tests.end_to_end.faulty_training import FAULTS, FaultyTraining, Outcome, random_faults
 from tests.fakes.faulty_calls import Fault
 
@@ -49,6 +50,7 @@ def workload(
     gc.collect()
     gc.freeze()  # every error is followed by a collection, which need not look at all of torch
     yield training
+    forget_everything()
     gc.unfreeze()
     torch.set_num_threads(threads)
 
