@@ -26,8 +26,10 @@ def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
         optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         nonlocal told, waited
-        if told or all(group.get("lr", 1) == 0 for group in optimizer.param_groups):
-            return  # without a rate torch.distributed.checkpoint lets it make its state
+        if told:
+            return
+        if all(group.get("lr", 1) == 0 for group in optimizer.param_groups):
+            return  # trains nothing: torch.distributed.checkpoint lets it make its state
         if not waited and any(map(callable, (*args[1:], *kwargs.values()))):
             waited = True  # a closure: its forward is still to come
             return

@@ -13,7 +13,7 @@ from teraplan.check_plan import broken_rules, check_plan, invalid, require_valid
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.plan import UNKNOWN, HostUpdate, Plan, Recomputation
-from teraplan.planners.base import Planner, Problem
+from teraplan.planners.base import Planner, Problem, is_late
 from teraplan.planners.baselines import plan_on_demand, plan_statically
 from teraplan.planners.feasible import (
     Works,
@@ -143,7 +143,7 @@ def make_plan(
         kept = plan_step((), False)
         if not recompute:
             return kept
-        late, contention = partial(_is_late, deadline), contention_ns_per_byte
+        late, contention = partial(is_late, deadline), contention_ns_per_byte
         return with_recomputed(kept, plan_step, late, contention_ns_per_byte=contention)
 
     allowed = [
@@ -154,10 +154,6 @@ def make_plan(
     plan = _best(found, allowed, kept)
     bound_ns = _bound_ns(problem_of(plan.recomputed), tight_bound)
     return replace(plan, prediction=replace(plan.prediction, bound_ns=bound_ns))
-
-
-def _is_late(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() > deadline
 
 
 def _works_by(policy: str, planner: Planner, problem: Problem) -> Works | None:
@@ -262,11 +258,13 @@ def _faster(candidate: Plan, problem: Problem, plan: Plan | None) -> Plan | None
     if candidate.trace != problem.trace:
         return None
     remade = _predicted(replace(candidate, hardware=problem.hardware, budgets=problem.budgets))
-    longer = remade is not None and remade.prediction.step_ns > candidate.prediction.step_ns
-    if remade and longer and not broken_rules(check_plan(candidate)):
+    if remade is None:
+        return None
+    longer = remade.prediction.step_ns > candidate.prediction.step_ns
+    if longer and not broken_rules(check_plan(candidate)):
         late = _predicted(replace(remade, migrations=begun_as_there(candidate)))
         remade = min((remade, late or remade), key=lambda one: one.prediction.step_ns)
-    if remade is None or (plan and remade.prediction.step_ns >= plan.prediction.step_ns):
+    if plan and remade.prediction.step_ns >= plan.prediction.step_ns:
         return None
     return None if check_plan(remade) else remade
 

@@ -6,6 +6,7 @@ can hold what has to be elsewhere. The registry adds the prediction and lets not
 independent checker refuses.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -139,6 +140,11 @@ class Problem:
                 busy_ns += sum(link.latency_ns + nbytes * 10**9 // speed for speed in speeds)
         return busy_ns
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the time to search is over."""
+        return is_late(self.deadline)
+
     def tiers_of(self, tensor_id: int) -> tuple[Tier, ...]:
         """The other tiers that a tensor may move to as a whole."""
         only = self.only_tier.get(tensor_id)
@@ -179,6 +185,11 @@ class Problem:
 
 
 Planner = Callable[[Problem], tuple[Migration, ...]]
+
+
+def is_late(deadline: float | None) -> bool:
+    """Whether a deadline on the clock of `time.monotonic` is past; None never is."""
+    return deadline is not None and time.monotonic() > deadline
 
 
 def no_placement(problem: Problem) -> InfeasibleBudgetError:

@@ -12,7 +12,6 @@ have to be done as well. Memory at no site changes. How much time copies will ta
 simulator alone: several factors on it are tried, and the fastest plan counts.
 """
 
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -47,8 +46,7 @@ def postpone_copies_out(
     for _ in range(_ROUNDS):
         before = timing
         for factor in _FACTORS:
-            late = problem.deadline is not None and time.monotonic() > problem.deadline
-            if late or left <= 0 or timing.step_ns <= enough_ns:
+            if problem.is_late or left <= 0 or timing.step_ns <= enough_ns:
                 return best
             left -= 1
             found = _postponed(problem, migrations, before, factor)

@@ -1,6 +1,5 @@
 """A step of few idle periods, for which many plans can be looked at one by one."""
 
-import time
 from dataclasses import replace
 from typing import final
 
@@ -46,9 +45,7 @@ class SmallStep:
 
     def spent(self) -> bool:
         """Whether no simulations are left, or no time."""
-        deadline = self.problem.deadline
-        late = deadline is not None and time.monotonic() > deadline
-        return late or self.simulations_left <= 0
+        return self.problem.is_late or self.simulations_left <= 0
 
     def step_ns(self, plan: Plan, below_ns: int = LONGEST_NS) -> int:
         """Time of the step under a plan; if that is `below_ns` or more, some such time."""

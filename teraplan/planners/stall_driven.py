@@ -28,7 +28,6 @@ own budget, and is polished only where there is no plan otherwise.
 """
 
 import hashlib
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -329,11 +328,10 @@ class _Search:
         return np.concatenate([once, once[1:] + once[-1]])
 
     def _done(self) -> bool:
-        deadline, best = self._problem.deadline, self._best
+        best = self._best
         if self._left <= 0 or best is None:
             return self._left <= 0
-        late = deadline is not None and time.monotonic() > deadline
-        return late or (not self._compares and best.cost[0] <= self._bound)
+        return self._problem.is_late or (not self._compares and best.cost[0] <= self._bound)
 
     def _choose(self, pressure: Curve, order: Order, spread: Spread) -> _Chosen:
         """What moves; nothing is looked for if the search is over."""

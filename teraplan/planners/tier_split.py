@@ -16,7 +16,6 @@ result is simulated; if it is no better, so is its more important half, and so o
 split after sites have been chosen, sites are then chosen anew for the copies as they are.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -155,9 +154,7 @@ class _Splitter:
         return best[0]
 
     def _done(self, timing: Timing) -> bool:
-        deadline = self._problem.deadline
-        late = deadline is not None and time.monotonic() > deadline
-        return late or self._left <= 0 or timing.step_ns <= self._enough_ns
+        return self._problem.is_late or self._left <= 0 or timing.step_ns <= self._enough_ns
 
     def _divided(self, migrations: Plan, timing: Timing) -> tuple[Plan, Timing] | None:
         """A faster plan with other splits, None if none was found."""

@@ -19,7 +19,6 @@ layers, whose parameters are needed last in the next step. Several numbers of th
 model's answer are planned and simulated, and so is none; the fastest is the plan.
 """
 
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -166,7 +165,7 @@ def _climb(
     found: dict[int, Split | None] = {}
 
     def cost(count: int) -> float:
-        if count not in found and _may_go_on(problem):
+        if count not in found and not problem.is_late:
             found[count] = _first_plan(problem, planner, numbers[:count])
         split = found.get(count)
         return np.inf if split is None else float(split.step_ns)
@@ -181,10 +180,6 @@ def _climb(
     if not counts or cost(counts[at]) == np.inf:
         return None
     return found[counts[at]]
-
-
-def _may_go_on(problem: Problem) -> bool:
-    return problem.deadline is None or time.monotonic() <= problem.deadline
 
 
 def _first_plan(problem: Problem, planner: Planner, numbers: Sequence[int]) -> Split | None:

@@ -94,9 +94,12 @@ def _program(plan: Plan) -> str:
 
 _OF_TRACE: Mapping[str, Callable[[StepTrace], object]] = {
     "graphs": lambda trace: trace.fingerprint.graphs,
+    "shapes": lambda trace: trace.fingerprint.shapes,
     "chunks of small tensors": lambda trace: trace.fingerprint.chunk_bytes,
     "state": lambda trace: trace.state_bytes,
-    "sites": lambda trace: [(s.kind, s.graph, s.call, s.tensor_id) for s in trace.sites],
+    "sites": lambda trace: [
+        (s.kind, s.graph, s.call, s.backward, s.tensor_id) for s in trace.sites
+    ],
     "times": lambda trace: [site.duration_ns for site in trace.sites],
     "workspaces": lambda trace: [site.workspace_bytes for site in trace.sites],
     "tensors": lambda trace: trace.tensors,

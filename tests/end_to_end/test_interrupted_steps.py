@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from types import CodeType
 
 import pytest
 import torch
@@ -13,44 +12,11 @@ from teraplan.runtime.engine.engine import Engine
 from teraplan.runtime.session.session import Session
 from tests.end_to_end.moving import adamw, model, run_moving, states
 from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, tight, unlimited
-
-if TYPE_CHECKING:
-    from _typeshed import TraceFunction
+from tests.fakes.interrupts import InterruptAt
 
 COUNTED, FIRST, STEPS = 5, 8, 32
 """Steps under a plan: from the first on, lines are counted, from the second on interrupted."""
 OURS = Session._begin_step.__code__.co_filename.removesuffix("session/session.py")
-
-
-class Within:
-    """Raises KeyboardInterrupt before the `at`-th line of ours that runs within a function."""
-
-    def __init__(self, code: CodeType, at: int) -> None:
-        self.num_lines, self._at, self._code = 0, at, code
-        self._begin: FrameType | None = None
-
-    def __enter__(self) -> "Within":
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        if frame.f_code is self._code:
-            self._begin = frame
-        inside = self._begin is not None and frame.f_code.co_filename.startswith(OURS)
-        return self._line if inside else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        if event == "line":
-            self.num_lines += 1
-            if self.num_lines == self._at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        elif event == "return" and frame is self._begin:
-            self._begin = None
-        return self._line
 
 
 def training(begin: CodeType, came: list[int], *, interrupted: bool) -> Program:
@@ -62,8 +28,8 @@ def training(begin: CodeType, came: list[int], *, interrupted: bool) -> Program:
         optimizer = adamw(net.parameters())
         num_lines = sys.maxsize
         for step in range(STEPS):
-            at = 1 + (step - FIRST) * num_lines // (STEPS - FIRST) if step >= FIRST else -1
-            watch = Within(begin, at)
+            at = 1 + (step - FIRST) * num_lines // (STEPS - FIRST) if step >= FIRST else 0
+            watch = InterruptAt(at, OURS, within=begin)
             try:
                 with watch if interrupted else nullcontext():
                     loss = net(*net.batch(step))
@@ -103,7 +69,7 @@ def test_a_backward_whose_traceback_is_kept() -> None:
         optimizer = torch.optim.AdamW(net.parameters())
         for step in range(12):
             if len(this.recorded) == 6 and this.options["device_budget"] != UNLIMITED:
-                with Within(done, 1):
+                with InterruptAt(1, OURS, within=done):
                     try:
                         torch.autograd.backward(net(*net.batch(step)))
                     except KeyboardInterrupt as error:

@@ -1,11 +1,6 @@
 """An interrupt between any two lines of what moves training state: every tensor keeps its bytes."""
 
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,47 +13,16 @@ from teraplan.runtime.state import block_moves, digests, held_memory
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block
 from teraplan.step_trace import TensorKind
+from tests.fakes.interrupts import InterruptAt
 from tests.runtime import state_arena
-
-if TYPE_CHECKING:
-    from _typeshed import TraceFunction
 
 NBYTES = 64 << 10
 MODULES = (arena_module, block_moves, digests, held_memory, page_memory, pages, whole)
-FILES = frozenset(str(module.__file__) for module in MODULES)
+FILES = tuple(str(module.__file__) for module in MODULES)
 OPS = 40
 
 
-class Stop:
-    """Raises a KeyboardInterrupt before the line of `FILES` with this number."""
-
-    def __init__(self, line: int) -> None:
-        self.line, self.num_lines = line, 0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        if self.num_lines > self.line >= 0:  # it has come
-            yield
-            return
-        sys.settrace(self._call)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        return self._line if frame.f_code.co_filename in FILES else None
-
-    def _line(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        if event == "line":
-            self.num_lines += 1
-            if self.num_lines - 1 == self.line:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._line
-
-
-def run(stop: Stop, seed: int) -> None:
+def run(interrupt: InterruptAt, seed: int) -> None:
     with state_arena.opened(3 * NBYTES) as arena:
         tensors = [filled(arena, number) for number in range(6)]
         values = list(range(6))
@@ -69,7 +33,7 @@ def run(stop: Stop, seed: int) -> None:
             if action == 4:
                 values[number] = chosen.randrange(100)
             try:
-                with stop.watching():
+                with interrupt:
                     act(arena, block, action)
             except KeyboardInterrupt:
                 arena.user_may_have_run()
@@ -103,8 +67,8 @@ def filled(arena: StateArena, number: int) -> tuple[Tensor, Block]:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_tensor_loses_its_bytes(seed: int) -> None:
-    counted = Stop(-1)
+    counted = InterruptAt(0, *FILES)
     run(counted, seed)
     assert counted.num_lines > 2000
     for line in range(seed, counted.num_lines, 41):
-        run(Stop(line), seed)
+        run(InterruptAt(line + 1, *FILES), seed)

@@ -1,17 +1,12 @@
 """Uses of training state in one step, as a trace has them."""
 
-import sys
 from contextlib import suppress
-from types import FrameType
-from typing import TYPE_CHECKING
 
 from teraplan.runtime.engine import state_log
 from teraplan.runtime.engine.state_log import StateLog
 from teraplan.runtime.state.block import Block
 from teraplan.step_trace import TensorKind
-
-if TYPE_CHECKING:
-    from _typeshed import TraceFunction
+from tests.fakes.interrupts import InterruptAt
 
 P, G, S = TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE
 
@@ -97,24 +92,11 @@ def test_an_interrupt_anywhere_leaves_a_log_that_goes_on() -> None:
         log, known, new = StateLog(), block(P, 7, "parameter"), block(P, 3, "parameter")
         log.begin(known, 0, changes=False)
         log.end(known, 1)
-        lines = 0
-
-        def trace(
-            frame: FrameType, event: str, arg: object, at: int = at
-        ) -> "TraceFunction | None":
-            nonlocal lines
-            lines += event == "line" and frame.f_code.co_filename == file
-            if lines == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        with suppress(KeyboardInterrupt):
+        interrupt = InterruptAt(at, file)
+        with suppress(KeyboardInterrupt), interrupt:
             for one in (known, new):
                 log.begin(one, 2, changes=False)
                 log.end(one, 3)
-        sys.settrace(None)
         for one in (known, new):
             log.begin(one, 4, changes=True)
             log.end(one, 5)
@@ -125,6 +107,6 @@ def test_an_interrupt_anywhere_leaves_a_log_that_goes_on() -> None:
             ends = [site for window in tensor.windows for site in window]
             assert ends == sorted(ends)
         num_tried += 1
-        if lines < at:
+        if not interrupt.has_come:
             break
     assert num_tried > 30

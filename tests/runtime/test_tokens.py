@@ -1,16 +1,12 @@
 """Tokens, and what becomes of those whose finalizer was interrupted."""
 
 import sys
-from types import FrameType
-from typing import TYPE_CHECKING
 
 import pytest
 
 from teraplan.runtime.engine import tokens
 from teraplan.runtime.engine.tokens import make_token, owner_of, release_lost
-
-if TYPE_CHECKING:
-    from _typeshed import TraceFunction
+from tests.fakes.interrupts import InterruptAt
 
 
 class Owner:
@@ -42,19 +38,10 @@ def test_a_token_whose_finalizer_was_interrupted_is_released_later(
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     owner = Owner()
     key, token = make_token(owner)
-    num_lines, addresses = 0, len(tokens._keys_at)
-
-    def trace(frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        nonlocal num_lines
-        num_lines += event == "line" and frame.f_code.co_filename == str(tokens.__file__)
-        if num_lines == line:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    del token
-    sys.settrace(None)
+    addresses = len(tokens._keys_at)
+    with InterruptAt(line, str(tokens.__file__)) as interrupt:
+        del token
+    assert interrupt.has_come
     assert not owner.released
     release_lost([key, key + 1])
     assert owner.released == [key]
