@@ -107,6 +107,8 @@ class FaultyTraining:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, handler)
+            # An interrupt within PyTorch's own `no_grad` leaves gradients off for the whole thread.
+            torch.set_grad_enabled(True)
             assert recorded == self.reference[: len(recorded)]
             self._check_left_nothing()
         return False
