@@ -22,15 +22,15 @@ from pathlib import Path
 from bench.planning_cases import AMPLE, MACHINES, Case, grid_cases, paper_cases
 from bench.published import published
 from bench.results import FOLDER, write_results
+from teraplan.bounds.relaxation import relaxed_bound_ns
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.hardware import Budgets
 from teraplan.library.machines import GB, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
-from teraplan.memory_curve import device_curve, peak
-from teraplan.plan import Plan
 from teraplan.planners import POLICIES, make_plan
 from teraplan.planners.base import Problem
-from teraplan.relaxation import relaxed_bound_ns
+from teraplan.simulation.memory_curve import device_curve, peak
+from teraplan.values.hardware import Budgets
+from teraplan.values.plan import Plan
 
 _ONE_READING = ("teraplan", "teraio", "g10", "lru", "belady", "zero-infinity")
 """Without the other two readings of TERAIO's score, each of which takes as long as it."""

@@ -28,7 +28,7 @@ from bench.state_model import (
 )
 
 if TYPE_CHECKING:
-    from teraplan.status import Status
+    from teraplan.values.status import Status
 
 _BUDGET_BYTES = 256 << 20
 """Of the default model, activations take 190 MiB and the training state 117 MiB."""

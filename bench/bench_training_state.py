@@ -34,8 +34,8 @@ from bench.state_rates import (
     rate_table,
     tokens_for_rate,
 )
-from teraplan.hardware import Link
 from teraplan.units import format_nbytes
+from teraplan.values.hardware import Link
 
 PERCENTS = (100, 75, 50, 35, 20)
 _ASKED_RATE = 0.90

@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from teraplan.hardware import Budgets
 from teraplan.library.machines import GB, Machine, machine_named, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.values.hardware import Budgets
+from teraplan.values.step_trace import StepTrace
 
 AMPLE = 1 << 50
 

@@ -21,12 +21,12 @@ from bench.published_cases import (
     ssds_of_lohan,
     zero_3_step,
 )
-from teraplan.check_plan import require_valid
-from teraplan.hardware import Budgets, Hardware
-from teraplan.plan import HostUpdate, Migration, Plan
+from teraplan.checker.check_plan import require_valid
 from teraplan.planners import make_plan
-from teraplan.simulate import Simulation, simulate
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.simulate import Simulation, simulate
+from teraplan.values.hardware import Budgets, Hardware
+from teraplan.values.plan import HostUpdate, Migration, Plan
+from teraplan.values.step_trace import StepTrace
 
 MLP_OFFLOAD = (
     (44.28, 209.3, 28.3),

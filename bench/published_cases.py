@@ -8,10 +8,10 @@ github.com/DataStates/artifacts; LoHan (arXiv 2403.06504), github.com/RC4ML/LoHa
 from dataclasses import dataclass
 from itertools import accumulate
 
-from teraplan.hardware import Budgets, Hardware, HostCores, Link, Tier
 from teraplan.library.machines import GB
-from teraplan.plan import HostUpdate, Migration
-from teraplan.step_trace import (
+from teraplan.values.hardware import Budgets, Hardware, HostCores, Link, Tier
+from teraplan.values.plan import HostUpdate, Migration
+from teraplan.values.step_trace import (
     Fingerprint,
     Site,
     SiteKind,

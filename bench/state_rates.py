@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from teraplan.hardware import Link
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.hardware import Link
 
 UNLIMITED = "inductor"
 """Whose rate is 1."""

@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from teraplan import ops
-from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
 from teraplan.passes.aliases import base_of, uses_of
 from teraplan.passes.anchor import anchor_of, device_of
 from teraplan.passes.fused_runs import FusedRuns
@@ -31,6 +30,7 @@ from teraplan.passes.recipes import FoundRecipe, find_recipes
 from teraplan.passes.reorder import advance_late, advance_products, delay_views
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
 from teraplan.passes.workspace import nbytes_of
+from teraplan.values.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from teraplan import ops
-from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.passes.aliases import base_of, uses_of
 from teraplan.passes.anchor import anchor_of
 from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.workspace import nbytes_of
+from teraplan.values.graph_table import MIN_SLOT_BYTES
 
 
 def insert_state_sites(

@@ -26,9 +26,9 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from teraplan.graph_table import MIN_SLOT_BYTES, Recipe
 from teraplan.passes.aliases import base_of
 from teraplan.passes.workspace import nbytes_of, workspace_nbytes
+from teraplan.values.graph_table import MIN_SLOT_BYTES, Recipe
 
 _EXACT = frozenset(
     [

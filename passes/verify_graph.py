@@ -3,8 +3,8 @@
 from torch import fx
 
 from teraplan import ops
-from teraplan.graph_table import GraphTable
 from teraplan.passes.aliases import base_of, uses_of
+from teraplan.values.graph_table import GraphTable
 
 
 def verify_pair(forward: fx.Graph, backward: fx.Graph, table: GraphTable) -> None:

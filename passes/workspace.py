@@ -23,10 +23,10 @@ import torch
 from torch import fx
 
 from teraplan import ops
-from teraplan.graph_table import GraphMemory, GraphTable
 from teraplan.passes.aliases import base_of, is_view
 from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.inlining import inlined_nodes, is_pointwise
+from teraplan.values.graph_table import GraphMemory, GraphTable
 
 _ELSEWHERE = (ops.need, ops.settle)
 """Ops whose result is counted as a saved activation, or with the training state."""

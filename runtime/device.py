@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from teraplan.hardware import Hardware, Tier
-from teraplan.run_record import TransferRecord
 from teraplan.runtime.host_lane import HostLane, PlainLane
 from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, StoreInfo
-from teraplan.step_trace import TensorKind
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.run_record import TransferRecord
+from teraplan.values.step_trace import TensorKind
 
 if TYPE_CHECKING:
     from teraplan.runtime.state.block_memory import BlockMemory

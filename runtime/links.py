@@ -16,13 +16,13 @@ from pathlib import Path
 from time import perf_counter_ns, sleep
 
 from teraplan.errors import StorageUnusableError
-from teraplan.hardware import Link
 from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Record, Storage, Transfer
 from teraplan.runtime.storage.cache_directory import keep, load
 from teraplan.runtime.storage.file_system import disk_facts
 from teraplan.runtime.storage.memory import address_of
 from teraplan.units import MIB, format_bandwidth, format_ns, format_speed_beside
+from teraplan.values.hardware import Link
 
 _log = logging.getLogger(__name__)
 

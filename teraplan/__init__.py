@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from teraplan.errors import TeraplanError
-from teraplan.status import Status
+from teraplan.values.status import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -32,7 +32,7 @@ from teraplan.runtime.session.replay import configured_for, replayed_plan
 from teraplan.runtime.session.session import Session
 from teraplan.runtime.state import optimizer_steps
 from teraplan.runtime.state.materialize import materialize as give_memory
-from teraplan.status import Status
+from teraplan.values.status import Status
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from teraplan.errors import ConfigError, TeraplanError, UnsupportedError
 from teraplan.library.builder import StepBuilder, Work
 from teraplan.library.costs import Roofline
 from teraplan.library.machines import Machine
-from teraplan.step_trace import StepTrace, TensorKind
+from teraplan.values.step_trace import StepTrace, TensorKind
 
 Factory = Callable[[], tuple[torch.nn.Module, Sequence[Any] | dict[str, Any]]]
 

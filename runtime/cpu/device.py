@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from teraplan.hardware import Hardware, Tier
-from teraplan.run_record import TransferRecord
 from teraplan.runtime.cpu import pool as cpu_pool
 from teraplan.runtime.cpu.malloc import Malloc
 from teraplan.runtime.cpu.page_memory import PageMemory
@@ -25,6 +23,8 @@ from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.storage import Storage, StoreInfo
 from teraplan.runtime.storage.tiers import Moved, Source, Tiers, record_of
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.run_record import TransferRecord
 
 _RESERVED_FRACTION = 0.9
 """Share of the available memory that a budget left open takes."""

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 
 from teraplan.errors import MappingError, StorageError
-from teraplan.hardware import Hardware, Link
 from teraplan.runtime.cpu.trimmer import Trimmer
 from teraplan.runtime.process import pages
 from teraplan.runtime.state.block import Block, Place
@@ -23,6 +22,7 @@ from teraplan.runtime.state.digests import check_landed, is_as_written
 from teraplan.runtime.state.lease import span_nbytes, tensor_at
 from teraplan.runtime.storage.memory import digest
 from teraplan.runtime.storage.tiers import Away, Return, Source, Tiers
+from teraplan.values.hardware import Hardware, Link
 
 
 class PageMemory(BlockMemory):

@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 
-from teraplan.hardware import Tier
 from teraplan.runtime.cuda.host_tier import HostTier, InHost, Landing
 from teraplan.runtime.cuda.runtime import CudaRuntime, Event
 from teraplan.runtime.cuda.staged import Incoming, Outgoing
 from teraplan.runtime.cuda.staging import Staging
 from teraplan.runtime.device import Arrival, Copy
 from teraplan.runtime.storage import Record, Storage
+from teraplan.values.hardware import Tier
 
 
 class CudaCopy(Copy):

@@ -21,8 +21,6 @@ from functools import partial
 import torch
 
 from teraplan.errors import FallbackRefusedError
-from teraplan.hardware import Hardware, Tier
-from teraplan.run_record import TransferRecord
 from teraplan.runtime.cuda.cache import CachedMemory
 from teraplan.runtime.cuda.event_waiter import EventWaiter
 from teraplan.runtime.cuda.host_tier import HostTier
@@ -40,8 +38,10 @@ from teraplan.runtime.process import fallbacks
 from teraplan.runtime.process.pinned_pool import PinnedPool, wait_until
 from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.storage import Storage, StoreInfo
-from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.run_record import TransferRecord
+from teraplan.values.step_trace import TensorKind
 
 log = logging.getLogger(__name__)
 

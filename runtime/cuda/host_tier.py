@@ -11,13 +11,13 @@ The pool's memory is held by whoever copies from or to it, so it can be dropped 
 import torch
 
 from teraplan.errors import StorageFullError
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.cuda.event_waiter import EventWaiter
 from teraplan.runtime.cuda.log import DeviceLog, Trip
 from teraplan.runtime.cuda.runtime import CudaRuntime, Event, Stream
 from teraplan.runtime.process.pinned_pool import Lease, PinnedPool
 from teraplan.units import format_nbytes
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction
 
 
 class InHost:

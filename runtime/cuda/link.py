@@ -3,11 +3,11 @@
 from contextlib import closing
 from time import perf_counter_ns
 
-from teraplan.hardware import Link
 from teraplan.runtime.cuda.runtime import CudaRuntime
 from teraplan.runtime.process import process_memory
 from teraplan.runtime.process.pinned_pool import PAGE_BYTES, Lease, PinnedPool
 from teraplan.units import MIB
+from teraplan.values.hardware import Link
 
 _BLOCK_BYTES = 64 * MIB
 _PART_OF_FREE = 32

@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction, TransferRecord
 from teraplan.runtime.cuda.runtime import CudaRuntime, Event, Stream
 from teraplan.runtime.device import DeviceStall
 from teraplan.runtime.storage import Transfer
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction, TransferRecord
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,12 +6,12 @@ from collections import deque
 
 import torch
 
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.cuda.log import DeviceLog, Trip
 from teraplan.runtime.cuda.runtime import CudaRuntime, Event, Stream
 from teraplan.runtime.process.pinned_pool import Lease
 from teraplan.runtime.storage import Record, Transfer
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction
 
 
 class Piece:

@@ -29,8 +29,6 @@ from typing import NamedTuple
 import torch
 
 from teraplan.errors import StorageError, StorageFullError
-from teraplan.hardware import Hardware, Link, Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.cuda.copies import CudaArrival, CudaCopy, HostCopy
 from teraplan.runtime.cuda.runtime import CudaRuntime
 from teraplan.runtime.cuda.storage_pointers import let_raise, point_to, storage_at
@@ -40,7 +38,9 @@ from teraplan.runtime.process.pages import PAGE_BYTES, round_up
 from teraplan.runtime.state.block import Block, Place
 from teraplan.runtime.state.block_memory import BlockMemory
 from teraplan.runtime.state.lease import span_nbytes
-from teraplan.step_trace import TensorKind
+from teraplan.values.hardware import Hardware, Link, Tier
+from teraplan.values.run_record import Direction
+from teraplan.values.step_trace import TensorKind
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from functools import partial
 import torch
 
 from teraplan.errors import FallbackRefusedError, StorageFullError
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.cuda.copies import (
     CudaArrival,
     CudaCopy,
@@ -32,6 +30,8 @@ from teraplan.runtime.cuda.runtime import CudaRuntime, Event
 from teraplan.runtime.cuda.staging import Staging
 from teraplan.runtime.device import Copy
 from teraplan.runtime.storage import Storage
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction
 
 
 class CudaTiers:

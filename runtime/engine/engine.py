@@ -16,7 +16,6 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from teraplan.errors import UnsupportedError
-from teraplan.graph_table import GraphTable
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine.mover import Mover
 from teraplan.runtime.engine.recompute import Recomputer
@@ -27,7 +26,8 @@ from teraplan.runtime.engine.state_sites import StateSites
 from teraplan.runtime.engine.tokens import make_token, release_lost
 from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.state.training_state import TrainingState
-from teraplan.step_trace import SiteKind
+from teraplan.values.graph_table import GraphTable
+from teraplan.values.step_trace import SiteKind
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

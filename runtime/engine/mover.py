@@ -12,11 +12,11 @@ from teraplan.errors import (
     StorageFullError,
     bare,
 )
-from teraplan.hardware import Tier
-from teraplan.run_record import StallRecord
 from teraplan.runtime.device import Copy, Device
 from teraplan.runtime.engine.saved import Saved
 from teraplan.units import format_nbytes
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import StallRecord
 
 
 class Mover:

@@ -4,12 +4,12 @@ import bisect
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 
-from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord, TransferRecord
 from teraplan.runtime.device import DeviceStall
 from teraplan.runtime.engine.engine import Engine
 from teraplan.runtime.engine.recorder import StepRecorder
 from teraplan.runtime.storage.tiers import record_of
-from teraplan.step_trace import StepTrace
+from teraplan.values.run_record import TRAINING_STATE, RunRecord, StallRecord, TransferRecord
+from teraplan.values.step_trace import StepTrace
 
 
 def run_record(

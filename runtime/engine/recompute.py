@@ -16,11 +16,11 @@ from typing import Protocol
 
 import torch
 
-from teraplan.graph_table import GraphTable
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine.mover import Mover
 from teraplan.runtime.engine.saved import Saved, View
-from teraplan.step_trace import Recompute
+from teraplan.values.graph_table import GraphTable
+from teraplan.values.step_trace import Recompute
 
 log = logging.getLogger(__name__)
 

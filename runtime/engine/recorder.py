@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine.saved import Saved
 from teraplan.runtime.engine.state_log import StateLog
-from teraplan.step_trace import (
+from teraplan.values.step_trace import (
     Fingerprint,
     Recompute,
     Site,

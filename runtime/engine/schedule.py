@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from teraplan.hardware import Tier
-from teraplan.memory_curve import fixed_curve, managed_curve, peak
-from teraplan.plan import Migration, Plan
 from teraplan.runtime.engine.recorder import SiteKey
 from teraplan.runtime.state.block import Block
-from teraplan.step_trace import Site, TensorKind
+from teraplan.simulation.memory_curve import fixed_curve, managed_curve, peak
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration, Plan
+from teraplan.values.step_trace import Site, TensorKind
 
 
 class Departure(NamedTuple):

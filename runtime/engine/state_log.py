@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from teraplan.runtime.state.block import Block
-from teraplan.step_trace import Tensor, TensorKind
+from teraplan.values.step_trace import Tensor, TensorKind
 
 Use = tuple[int, int, bool]
 """Site at which a tensor's use begins, that at which it ends, and whether it changes in it."""

@@ -14,7 +14,7 @@ from teraplan.runtime.engine.recorder import UPDATE, SiteKey
 from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.training_state import TrainingState
-from teraplan.step_trace import SiteKind, TensorKind
+from teraplan.values.step_trace import SiteKind, TensorKind
 
 if TYPE_CHECKING:
     from teraplan.runtime.engine.engine import Engine

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.runtime.device import Device
 from teraplan.runtime.process import census
 from teraplan.units import format_nbytes
+from teraplan.values.graph_table import MIN_SLOT_BYTES, GraphTable
 
 _MEASURED_IN_BYTES = 512 << 10
 """Memory that is measured as the process's comes in pages."""

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 
 from teraplan.config import Config
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.graph_table import GraphTable
 from teraplan.runtime.device import Device
 from teraplan.runtime.session.budget import GraphForecast
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import HEADROOM_FRACTION
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
+from teraplan.values.graph_table import GraphTable
 
 _HEADROOM_BYTES = 8 << 20
 """With a share of the budget, the headroom of `Device.keep_under`: so much free memory may lie

@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from teraplan.plan import Plan
-from teraplan.run_record import TRAINING_STATE, RunRecord
-from teraplan.simulate import predict
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.simulate import predict
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import TRAINING_STATE, RunRecord
+from teraplan.values.step_trace import StepTrace
 
 _AS_PREDICTED = 0.03
 _EQUAL = 0.01

@@ -4,16 +4,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from teraplan.hardware import Budgets
-from teraplan.plan import Plan
-from teraplan.run_record import RunRecord
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES
 from teraplan.runtime.engine.recorder import Signature, StepRecorder
 from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.session.calibration import Calibration, calibrated, with_durations
 from teraplan.runtime.state.block import Block
-from teraplan.step_trace import Recompute, StepTrace
 from teraplan.units import format_nbytes
+from teraplan.values.hardware import Budgets
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import RunRecord
+from teraplan.values.step_trace import Recompute, StepTrace
 
 log = logging.getLogger(__name__)
 

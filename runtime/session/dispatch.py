@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from teraplan import ops
-from teraplan.graph_table import GraphTable
 from teraplan.runtime.engine.engine import Engine
 from teraplan.runtime.engine.tokens import owner_of
 from teraplan.runtime.state.training_state import TrainingState
+from teraplan.values.graph_table import GraphTable
 
 if TYPE_CHECKING:
     from teraplan.runtime.session.session import Session

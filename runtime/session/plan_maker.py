@@ -8,23 +8,23 @@ from functools import partial
 
 import torch
 
-from teraplan.check_plan import require_valid
+from teraplan.checker.check_plan import require_valid
 from teraplan.config import Config
 from teraplan.errors import InfeasibleBudgetError, PlanMismatchError
-from teraplan.graph_table import GraphTable
-from teraplan.hardware import Budgets, Hardware, Tier
-from teraplan.memory_curve import device_curve
-from teraplan.plan import Plan
-from teraplan.plan_file import require_same_fingerprint
+from teraplan.files.plan_file import require_same_fingerprint
 from teraplan.planners import make_plan, planner_named, with_choices_of
 from teraplan.planners.base import Problem
 from teraplan.planners.feasible import require_feasible
-from teraplan.recomputed_step import independent
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Device
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.report_files import ReportFiles
-from teraplan.step_trace import StepTrace, TensorKind
+from teraplan.simulation.memory_curve import device_curve
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.graph_table import GraphTable
+from teraplan.values.hardware import Budgets, Hardware, Tier
+from teraplan.values.plan import Plan
+from teraplan.values.recomputed_step import independent
+from teraplan.values.step_trace import StepTrace, TensorKind
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from teraplan.config import Budget, Config
 from teraplan.errors import InvalidPlanError, PlanMismatchError, UnsupportedError
-from teraplan.plan import Plan
-from teraplan.plan_file import read_plan
+from teraplan.files.plan_file import read_plan
 from teraplan.planners import as_it_is
-from teraplan.step_trace import TensorKind
 from teraplan.units import format_nbytes
+from teraplan.values.plan import Plan
+from teraplan.values.step_trace import TensorKind
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from teraplan.errors import ConfigError
-from teraplan.plan import Plan
-from teraplan.plan_file import write_plan
-from teraplan.run_file import write_runs
-from teraplan.run_record import RunRecord
+from teraplan.files.plan_file import write_plan
+from teraplan.files.run_file import write_runs
+from teraplan.files.trace_file import write_trace
 from teraplan.runtime.process import fallbacks
-from teraplan.step_trace import StepTrace
-from teraplan.trace_file import write_trace
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import RunRecord
+from teraplan.values.step_trace import StepTrace
 
 log = logging.getLogger(__name__)
 

@@ -26,10 +26,7 @@ from teraplan.errors import (
     StateHasToMoveError,
     TeraplanError,
 )
-from teraplan.graph_table import MIN_SLOT_BYTES, GraphTable
-from teraplan.plan import Plan
 from teraplan.report.summary import plan_banner
-from teraplan.run_record import TransferRecord
 from teraplan.runtime.device import Device, DeviceStall
 from teraplan.runtime.engine.engine import Engine
 from teraplan.runtime.engine.planned_step import run_record
@@ -48,8 +45,11 @@ from teraplan.runtime.session.step_faults import StepFaults
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.state.optimizer_watch import watch_optimizers
-from teraplan.status import Status
 from teraplan.units import format_nbytes
+from teraplan.values.graph_table import MIN_SLOT_BYTES, GraphTable
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import TransferRecord
+from teraplan.values.status import Status
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from teraplan.run_record import Direction, RunRecord, TransferRecord
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.storage.disk_counters import disk_counters
-from teraplan.status import Status, StoreStatus
 from teraplan.units import format_nbytes
+from teraplan.values.run_record import Direction, RunRecord, TransferRecord
+from teraplan.values.status import Status, StoreStatus
 
 if TYPE_CHECKING:
     from teraplan.runtime.session.session import Session

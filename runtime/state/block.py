@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from teraplan.step_trace import TensorKind
+from teraplan.values.step_trace import TensorKind
 
 Key = tuple[TensorKind, int]
 """What a step uses: the same in every step, also where the tensor is another one each time."""

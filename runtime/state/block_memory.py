@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import torch
 
-from teraplan.hardware import Hardware, Link
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.held_memory import HeldMemory, Source
 from teraplan.runtime.state.move_log import MoveLog
 from teraplan.runtime.state.tenants import Tenants
+from teraplan.values.hardware import Hardware, Link
 
 
 class BlockMemory(ABC):

@@ -9,13 +9,13 @@ large as makes that time a small part, and no tensor is in one that would fill h
 
 import torch
 
-from teraplan.graph_table import MIN_SLOT_BYTES
-from teraplan.hardware import Link
 from teraplan.runtime.process import pages
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.lease import span_nbytes
-from teraplan.step_trace import TensorKind
+from teraplan.values.graph_table import MIN_SLOT_BYTES
+from teraplan.values.hardware import Link
+from teraplan.values.step_trace import TensorKind
 
 Sort = tuple[TensorKind, bool]
 """What shares a chunk: the kind, and whether it is frozen, since a chunk is written as a whole."""

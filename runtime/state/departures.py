@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from teraplan.runtime.state.block import Key
-from teraplan.step_trace import TensorKind
+from teraplan.values.step_trace import TensorKind
 
 _ROUNDS = 2
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.state.host_memory import host_tensor
 from teraplan.runtime.state.host_twins import is_dense
+from teraplan.values.graph_table import MIN_SLOT_BYTES
 
 State = dict[str, Any]
 

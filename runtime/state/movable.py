@@ -2,8 +2,8 @@
 
 import torch
 
-from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.state.lease import span_nbytes
+from teraplan.values.graph_table import MIN_SLOT_BYTES
 
 
 def is_movable(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.storage.tiers import Moved, Tiers
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction
 
 _KEPT = 10_000
 """Of waits and transfers that nobody asks for, the latest."""

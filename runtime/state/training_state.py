@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.runtime.device import SparePages
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.at_gradients import AtGradients
@@ -26,7 +25,8 @@ from teraplan.runtime.state.gradient_hooks import watch_gradient
 from teraplan.runtime.state.lease import span_nbytes
 from teraplan.runtime.state.movable import is_shared
 from teraplan.runtime.state.move_log import Traffic
-from teraplan.step_trace import TensorKind
+from teraplan.values.graph_table import MIN_SLOT_BYTES
+from teraplan.values.step_trace import TensorKind
 
 
 class Sites(Protocol):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
 from teraplan.errors import StorageError
-from teraplan.run_record import Direction
 from teraplan.runtime.storage.placement import place_one
 from teraplan.runtime.storage.store import Store
 from teraplan.runtime.storage.transfers import CHUNK_BYTES, Chunk
+from teraplan.values.run_record import Direction
 
 _A_WHILE_S = 0.001
 _WORTH_TAKING = 1.5

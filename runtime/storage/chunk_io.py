@@ -6,10 +6,10 @@ import resource
 from pathlib import Path
 
 from teraplan.errors import IntegrityError, StorageError, StorageFullError
-from teraplan.run_record import Direction
 from teraplan.runtime.storage.arena import Arena
 from teraplan.runtime.storage.transfers import Chunk
 from teraplan.units import format_nbytes
+from teraplan.values.run_record import Direction
 
 _log = logging.getLogger(__name__)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

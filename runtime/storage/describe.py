@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from time import perf_counter_ns
 
-from teraplan.run_record import Direction
 from teraplan.runtime.storage.store import Store
 from teraplan.runtime.storage.transfers import Transfer
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.run_record import Direction
 
 
 def deadline_text(transfer: Transfer, what: str, began_ns: int, stores: Sequence[Store]) -> str:

@@ -17,7 +17,6 @@ from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
 from teraplan.errors import StorageError
-from teraplan.run_record import Direction
 from teraplan.runtime.process.threads import start_thread
 from teraplan.runtime.storage.arena import Arena
 from teraplan.runtime.storage.chunk_io import FULL, move
@@ -25,6 +24,7 @@ from teraplan.runtime.storage.space import Space
 from teraplan.runtime.storage.speed import Speed
 from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
 from teraplan.runtime.storage.work_queue import WorkQueue
+from teraplan.values.run_record import Direction
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from teraplan.errors import StorageError, StorageFullError
-from teraplan.hardware import Tier
-from teraplan.run_record import TransferRecord
 from teraplan.runtime.storage import Record, Storage, Transfer
 from teraplan.units import format_nbytes
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import TransferRecord
 
 
 class Source(NamedTuple):

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
 from teraplan.errors import DeadlineError, StorageError
-from teraplan.run_record import Direction
 from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.storage.balance import Balance
 from teraplan.runtime.storage.describe import deadline_text
@@ -23,6 +22,7 @@ from teraplan.runtime.storage.directories import OpenedDirectory
 from teraplan.runtime.storage.placement import place
 from teraplan.runtime.storage.store import Store, Workers
 from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
+from teraplan.values.run_record import Direction
 
 After = Callable[[], object] | None
 """Called by a worker before it touches the memory."""

@@ -16,9 +16,9 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 from teraplan.errors import StorageError, bare
-from teraplan.run_record import Direction
 from teraplan.runtime.storage.memory import copy_in, copy_out
 from teraplan.units import MIB
+from teraplan.values.run_record import Direction
 
 CHUNK_BYTES = 8 * MIB
 """Smaller chunks cost twice the CPU per byte, larger ones make urgent reads wait longer."""

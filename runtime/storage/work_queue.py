@@ -10,8 +10,8 @@ measured for them beside reads says so.
 from collections import deque
 from collections.abc import Iterable
 
-from teraplan.run_record import Direction
 from teraplan.runtime.storage.transfers import Chunk, Transfer
+from teraplan.values.run_record import Direction
 
 
 class WorkQueue:

@@ -4,11 +4,11 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from teraplan.check_plan import broken_rules, check_plan
+from teraplan.checker.check_plan import broken_rules, check_plan
 from teraplan.cli.command import DONE, NO, Command, emit, emit_json
+from teraplan.files.run_file import read_plan_or_runs
 from teraplan.planners import as_it_is
 from teraplan.report.check_text import valid_text, violations_text
-from teraplan.run_file import read_plan_or_runs
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from teraplan.check_plan import broken_rules, check_plan
+from teraplan.checker.check_plan import broken_rules, check_plan
 from teraplan.errors import ConfigError, FileFormatError
-from teraplan.plan import Plan
+from teraplan.files.run_file import read_plan_or_runs
 from teraplan.planners import as_it_is
 from teraplan.report.drawing import Drawing, draw_plan, draw_run
 from teraplan.report.table import to_ascii
-from teraplan.run_file import read_plan_or_runs
-from teraplan.run_record import RunRecord
-from teraplan.simulate import simulate
+from teraplan.simulation.simulate import simulate
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import RunRecord
 
 DONE, NO, BAD_INPUT = 0, 1, 2
 

@@ -16,13 +16,13 @@ from teraplan.cli.planning import (
     with_more_storage,
 )
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.memory_curve import device_curve, peak
-from teraplan.plan import Plan
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
 from teraplan.planners.feasible import finds_room, working_budget
 from teraplan.report.table import aligned
+from teraplan.simulation.memory_curve import device_curve, peak
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from teraplan.errors import ConfigError
-from teraplan.whole_file import whole_file as whole_file_at
+from teraplan.files.whole_file import whole_file as whole_file_at
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from teraplan.cli.command import DONE, NO, Command, emit, emit_json
 from teraplan.cli.output_file import writing
 from teraplan.cli.planning import add_budget_arguments, add_machine_argument, asked
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.plan_file import read_plan, write_plan
+from teraplan.files.plan_file import read_plan, write_plan
 from teraplan.planners import make_plan
 from teraplan.planners.rules import read_rules
 from teraplan.report.plan_text import plan_json, plan_screen

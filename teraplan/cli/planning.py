@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 from teraplan.config import Budget
 from teraplan.errors import ConfigError
-from teraplan.hardware import Budgets
-from teraplan.json_files import MAX_INT
+from teraplan.files.json_files import MAX_INT
+from teraplan.files.trace_file import excess, read_trace
 from teraplan.library.machine_file import find_machine
 from teraplan.library.machines import DEVICES, Machine
 from teraplan.library.models import MODELS, Workload, trace_of
-from teraplan.memory_curve import device_curve, peak
-from teraplan.step_trace import StepTrace, TensorKind
-from teraplan.trace_file import excess, read_trace
+from teraplan.simulation.memory_curve import device_curve, peak
+from teraplan.values.hardware import Budgets
+from teraplan.values.step_trace import StepTrace, TensorKind
 
 _MAX_SITES = 1 << 22
 """Of a step that is written down: minutes, and 750 MB in a file."""

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from teraplan.cli.command import DONE, Command, emit, emit_json, require_torch
-from teraplan.hardware import Link
 from teraplan.report.machine_text import links_json, links_text
+from teraplan.values.hardware import Link
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

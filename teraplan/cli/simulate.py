@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from teraplan.check_plan import check_plan
+from teraplan.checker.check_plan import check_plan
+from teraplan.checker.violations import Violation, ViolationKind
 from teraplan.cli.command import DONE, NO, Command, emit, emit_json
 from teraplan.errors import PlanMismatchError
+from teraplan.files.run_file import read_plan_or_runs
+from teraplan.files.trace_file import read_trace
 from teraplan.library.machine_file import find_machine
-from teraplan.plan import Plan
 from teraplan.planners import with_bound
-from teraplan.recomputed_step import independent
 from teraplan.report.check_text import violations_text
 from teraplan.report.critical_path import critical_path
 from teraplan.report.plan_text import plan_json, plan_screen
-from teraplan.run_file import read_plan_or_runs
-from teraplan.simulate import predict
-from teraplan.step_trace import StepTrace
-from teraplan.trace_file import read_trace
-from teraplan.violations import Violation, ViolationKind
+from teraplan.simulation.simulate import predict
+from teraplan.values.plan import Plan
+from teraplan.values.recomputed_step import independent
+from teraplan.values.step_trace import StepTrace
 
 _RUNNABLE = (
     ViolationKind.CLEAN,

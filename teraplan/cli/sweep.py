@@ -18,13 +18,13 @@ from teraplan.cli.planning import (
     workload_of,
 )
 from teraplan.errors import ConfigError, InfeasibleBudgetError
+from teraplan.files.trace_file import read_trace
 from teraplan.library.machines import machine_named
-from teraplan.plan import Plan
 from teraplan.planners import make_plan
 from teraplan.report.table import aligned
-from teraplan.step_trace import StepTrace
-from teraplan.trace_file import read_trace
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.plan import Plan
+from teraplan.values.step_trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

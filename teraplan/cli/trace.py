@@ -13,12 +13,12 @@ from teraplan.cli.planning import (
     workload_of,
 )
 from teraplan.errors import ConfigError
+from teraplan.files.trace_file import write_trace
 from teraplan.library.machine_file import find_machine
 from teraplan.library.machines import Machine
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.step_trace import StepTrace
-from teraplan.trace_file import write_trace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.step_trace import StepTrace
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

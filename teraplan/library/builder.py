@@ -16,7 +16,7 @@ from math import prod
 from typing import final
 
 from teraplan.library.costs import Roofline
-from teraplan.step_trace import (
+from teraplan.values.step_trace import (
     Fingerprint,
     Site,
     SiteKind,

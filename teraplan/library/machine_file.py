@@ -10,9 +10,9 @@
 from pathlib import Path
 from types import MappingProxyType
 
-from teraplan.json_files import Node, load_object, write_object
+from teraplan.files.json_files import Node, load_object, write_object
+from teraplan.files.plan_file import decode_hardware, encode_hardware
 from teraplan.library.machines import Machine, Processor, machine_named
-from teraplan.plan_file import decode_hardware, encode_hardware
 
 SCHEMA = "teraplan.hardware"
 # 1 (2026-11): first version.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from teraplan.errors import ConfigError
-from teraplan.hardware import Hardware, HostCores, Link
-from teraplan.json_files import MAX_INT
+from teraplan.files.json_files import MAX_INT
 from teraplan.units import parse_nbytes
+from teraplan.values.hardware import Hardware, HostCores, Link
 
 GB = 10**9
 

@@ -21,7 +21,7 @@ from teraplan.library.transformers import (
     encoder_decoder,
     transformer,
 )
-from teraplan.step_trace import StepTrace
+from teraplan.values.step_trace import StepTrace
 
 Model = Transformer | EncoderDecoder | UNet
 

@@ -13,7 +13,7 @@ from typing import final
 
 from teraplan.library.builder import StepBuilder, Tape, Work
 from teraplan.library.costs import Roofline
-from teraplan.step_trace import StepTrace, TensorKind
+from teraplan.values.step_trace import StepTrace, TensorKind
 
 _ADAM_FLOPS = 12
 """Per parameter: two moments, a root, a division, weight decay."""

@@ -8,11 +8,10 @@ from functools import cache, partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
 
-from teraplan.bound import split_bound_ns, step_bound_ns
-from teraplan.check_plan import broken_rules, check_plan, invalid, require_valid
+from teraplan.bounds.bound import split_bound_ns, step_bound_ns
+from teraplan.bounds.relaxation import relaxed_bound_ns
+from teraplan.checker.check_plan import broken_rules, check_plan, invalid, require_valid
 from teraplan.errors import ConfigError, InfeasibleBudgetError
-from teraplan.hardware import Budgets, Hardware, Tier
-from teraplan.plan import UNKNOWN, HostUpdate, Plan, Recomputation
 from teraplan.planners.base import Planner, Problem, is_late
 from teraplan.planners.baselines import plan_on_demand, plan_statically
 from teraplan.planners.feasible import (
@@ -31,10 +30,11 @@ from teraplan.planners.stall_driven import plan_by_stalls
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.update_split import split_updates
 from teraplan.planners.victims import farthest_use, first_saved
-from teraplan.recomputed_step import recomputed_step
-from teraplan.relaxation import relaxed_bound_ns
-from teraplan.simulate import predict
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.simulate import predict
+from teraplan.values.hardware import Budgets, Hardware, Tier
+from teraplan.values.plan import UNKNOWN, HostUpdate, Plan, Recomputation
+from teraplan.values.recomputed_step import recomputed_step
+from teraplan.values.step_trace import StepTrace
 
 POLICIES: Mapping[str, Planner] = MappingProxyType(
     {

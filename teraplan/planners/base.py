@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.hardware import Budgets, Hardware, Link, Tier
-from teraplan.lifetimes import Ints, Lifetimes
-from teraplan.memory_curve import Curve, LeastBudget, least_budget, peak
-from teraplan.placed_step import HostWork
-from teraplan.plan import Migration
-from teraplan.simulator import Simulator
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.lifetimes import Ints, Lifetimes
+from teraplan.simulation.memory_curve import Curve, LeastBudget, least_budget, peak
+from teraplan.simulation.placed_step import HostWork
+from teraplan.simulation.simulator import Simulator
 from teraplan.units import MIB, format_nbytes
+from teraplan.values.hardware import Budgets, Hardware, Link, Tier
+from teraplan.values.plan import Migration
+from teraplan.values.step_trace import StepTrace
 
 PAGE_BYTES = 4096
 LEAST_PART_BYTES = 4 * MIB

@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.lifetimes import Ints
-from teraplan.memory_curve import sum_columns
-from teraplan.plan import Migration
 from teraplan.planners.base import Planner, Problem, no_placement
 from teraplan.planners.placement import JUST_IN_TIME, Moves, place, with_reasons
 from teraplan.planners.tiers import Spread, assign
 from teraplan.planners.victims import Order, choose, farthest_use, first_saved
-from teraplan.step_trace import TensorKind
+from teraplan.simulation.lifetimes import Ints
+from teraplan.simulation.memory_curve import sum_columns
+from teraplan.values.plan import Migration
+from teraplan.values.step_trace import TensorKind
 
 
 def plan_on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:

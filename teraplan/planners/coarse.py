@@ -21,13 +21,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from teraplan.hardware import Tier
-from teraplan.lifetimes import Floats, Ints
-from teraplan.memory_curve import Curve, managed_curve, sum_columns
-from teraplan.placed_step import HostWork
-from teraplan.plan import Migration
 from teraplan.planners.base import Problem
-from teraplan.step_trace import StepTrace, Tensor
+from teraplan.simulation.lifetimes import Floats, Ints
+from teraplan.simulation.memory_curve import Curve, managed_curve, sum_columns
+from teraplan.simulation.placed_step import HostWork
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
+from teraplan.values.step_trace import StepTrace, Tensor
 
 _SLOTS, _SLOTS_OF_CALL, _MOST_SLOTS = 300, 24, 2400
 """Slots that are asked for: at least, for each call of a graph, at most."""

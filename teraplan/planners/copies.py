@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from teraplan.hardware import Tier
-from teraplan.plan import Migration
 from teraplan.planners.base import Problem
-from teraplan.step_trace import Tensor
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
+from teraplan.values.step_trace import Tensor
 
 
 def kept_copies(

@@ -22,12 +22,12 @@ from typing import final
 
 import numpy as np
 
-from teraplan.memory_curve import Curve
-from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.polish import polish
 from teraplan.planners.small_step import Plan, SmallStep, StepTimes
-from teraplan.simulator import LONGEST_NS
+from teraplan.simulation.memory_curve import Curve
+from teraplan.simulation.simulator import LONGEST_NS
+from teraplan.values.plan import Migration
 
 _MOST_PERIODS = 10
 """Idle periods up to which the search mostly ends before its simulations are used up."""

@@ -15,12 +15,12 @@ where it is what the sums ask for.
 from collections.abc import Callable
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.memory_curve import peak
 from teraplan.planners.base import Planner, Problem
 from teraplan.planners.baselines import plan_or_none
 from teraplan.planners.first_attempts import first_orders, first_spreads
 from teraplan.planners.tiers import assign
 from teraplan.planners.victims import choose
+from teraplan.simulation.memory_curve import peak
 from teraplan.units import format_nbytes
 
 _FIRST_STEP = 10

@@ -5,13 +5,13 @@ Also when a plan is good enough: near to the bound of its step.
 
 from collections.abc import Iterator
 
-from teraplan.bound import step_bound_ns
-from teraplan.plan import Migration
+from teraplan.bounds.bound import step_bound_ns
 from teraplan.planners.base import Problem
 from teraplan.planners.baselines import SIMPLE, plan_or_none
 from teraplan.planners.postpone import postpone_copies_out
 from teraplan.planners.tier_split import split_between_tiers
-from teraplan.simulator import Simulator, Timing
+from teraplan.simulation.simulator import Simulator, Timing
+from teraplan.values.plan import Migration
 
 Plan = tuple[Migration, ...]
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from teraplan.errors import ConfigError, TeraplanError
-from teraplan.hardware import Tier
-from teraplan.json_files import printable
-from teraplan.plan import Migration
+from teraplan.files.json_files import printable
 from teraplan.planners.base import Planner, Problem
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
 
 
 def load_planner(point: EntryPoint) -> Planner:

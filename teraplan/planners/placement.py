@@ -18,13 +18,13 @@ from typing import final
 
 import numpy as np
 
-from teraplan.hardware import Link, Tier
-from teraplan.lifetimes import Floats, Ints
-from teraplan.memory_curve import sum_columns
-from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.room import Room, free_of
+from teraplan.simulation.lifetimes import Floats, Ints
+from teraplan.simulation.memory_curve import sum_columns
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.hardware import Link, Tier
+from teraplan.values.plan import Migration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,9 +13,9 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import final
 
-from teraplan.hardware import Tier
-from teraplan.plan import Migration
 from teraplan.planners.small_step import Plan, SmallStep
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
 
 
 @final

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from teraplan.plan import Migration
 from teraplan.planners.base import Problem
-from teraplan.simulator import Simulator, Timing
+from teraplan.simulation.simulator import Simulator, Timing
+from teraplan.values.plan import Migration
 
 _FACTORS = (1.0, 1.15, 1.3, 1.6, 2.0)
 _ROUNDS = 2

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.memory_curve import fixed_curve, touched_curve
-from teraplan.plan import Plan, Recomputation
-from teraplan.recomputed_step import independent, recomputable
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import fixed_curve, touched_curve
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.plan import Plan, Recomputation
+from teraplan.values.recomputed_step import independent, recomputable
+from teraplan.values.step_trace import StepTrace
 
 _WORTH = 0.02
 """Of the step, the least that computing again must save."""

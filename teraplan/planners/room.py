@@ -4,7 +4,7 @@ from typing import final
 
 import numpy as np
 
-from teraplan.memory_curve import Curve
+from teraplan.simulation.memory_curve import Curve
 
 
 @final

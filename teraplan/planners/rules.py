@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from teraplan.errors import ConfigError
-from teraplan.hardware import Tier
-from teraplan.json_files import load
-from teraplan.plan_file import decode_tier
-from teraplan.step_trace import StepTrace, Tensor
+from teraplan.files.json_files import load
+from teraplan.files.plan_file import decode_tier
+from teraplan.values.hardware import Tier
+from teraplan.values.step_trace import StepTrace, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ under way at any time than there was.
 from bisect import bisect_right
 from dataclasses import replace
 
-from teraplan.placed_step import PlacedStep
-from teraplan.plan import Migration, Plan
-from teraplan.run_record import Direction
-from teraplan.simulator import Simulator
+from teraplan.simulation.placed_step import PlacedStep
+from teraplan.simulation.simulator import Simulator
+from teraplan.values.plan import Migration, Plan
+from teraplan.values.run_record import Direction
 
 
 def begun_as_there(plan: Plan) -> tuple[Migration, ...]:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import final
 
-from teraplan.hardware import Tier
-from teraplan.memory_curve import sum_ranges, tier_curve
-from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.copies import with_kept_copies
-from teraplan.simulator import LONGEST_NS, Simulator
+from teraplan.simulation.memory_curve import sum_ranges, tier_curve
+from teraplan.simulation.simulator import LONGEST_NS, Simulator
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
 
 Plan = tuple[Migration, ...]
 

@@ -34,9 +34,6 @@ from typing import final
 
 import numpy as np
 
-from teraplan.lifetimes import Floats
-from teraplan.memory_curve import Curve, peak
-from teraplan.plan import Migration
 from teraplan.planners.base import Planner, Problem, no_placement
 from teraplan.planners.baselines import SIMPLE, plan_or_none
 from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
@@ -65,8 +62,11 @@ from teraplan.planners.small_step import SmallStep, StepTimes
 from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.tiers import Spread, assign
 from teraplan.planners.victims import Order, Priced, choose
-from teraplan.run_record import Direction
-from teraplan.simulator import Simulator, Timing
+from teraplan.simulation.lifetimes import Floats
+from teraplan.simulation.memory_curve import Curve, peak
+from teraplan.simulation.simulator import Simulator, Timing
+from teraplan.values.plan import Migration
+from teraplan.values.run_record import Direction
 
 _Plan = tuple[Migration, ...]
 

@@ -23,13 +23,13 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.hardware import Tier
-from teraplan.lifetimes import Floats, Ints, Lifetimes
-from teraplan.plan import Migration
 from teraplan.planners.base import Problem, no_placement
 from teraplan.planners.placement import with_reasons
 from teraplan.planners.room import Room
 from teraplan.planners.victims import choose, farthest_use
+from teraplan.simulation.lifetimes import Floats, Ints, Lifetimes
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
 
 _AT_ONCE = 1_000_000
 """Numbers of byte-ns that are worked out at once, of some sizes at all sites."""

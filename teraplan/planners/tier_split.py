@@ -23,16 +23,16 @@ from typing import final
 
 import numpy as np
 
-from teraplan.channels import slots_of, speeds
-from teraplan.hardware import Tier
-from teraplan.lifetimes import Floats
-from teraplan.memory_curve import Curve, tier_curve
-from teraplan.plan import Migration
 from teraplan.planners.base import Problem
 from teraplan.planners.placement import EAGER, JUST_IN_TIME, RELAXED, Moves, place
 from teraplan.planners.room import Room
-from teraplan.run_record import Direction
-from teraplan.simulator import Simulator, Timing, Transfer, Wait
+from teraplan.simulation.channels import slots_of, speeds
+from teraplan.simulation.lifetimes import Floats
+from teraplan.simulation.memory_curve import Curve, tier_curve
+from teraplan.simulation.simulator import Simulator, Timing, Transfer, Wait
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
+from teraplan.values.run_record import Direction
 
 _WORK, _MOST = 20_000, 24
 """Idle periods times simulations of one search, and the most simulations."""

@@ -7,12 +7,12 @@ from typing import final
 
 import numpy as np
 
-from teraplan.hardware import Tier
-from teraplan.lifetimes import Ints
 from teraplan.planners.base import Problem
 from teraplan.planners.copies import kept_copies
 from teraplan.planners.placement import Moves, transfers_ns
 from teraplan.planners.room import Room
+from teraplan.simulation.lifetimes import Ints
+from teraplan.values.hardware import Tier
 
 
 class Spread(Enum):

@@ -15,8 +15,8 @@ does not fit on the device has to be on the host in any case, whatever that cost
 
 from dataclasses import dataclass
 
-from teraplan.hardware import Link
 from teraplan.planners.update_split import Line, best_part
+from teraplan.values.hardware import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

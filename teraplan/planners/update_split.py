@@ -27,14 +27,14 @@ from itertools import combinations
 import numpy as np
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.hardware import Hardware, Link
-from teraplan.lifetimes import site_times
-from teraplan.placed_step import PlacedStep, host_work, last_use, without_updates
-from teraplan.plan import HostUpdate, Migration
 from teraplan.planners.base import Planner, Problem
-from teraplan.simulator import Simulator
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.lifetimes import site_times
+from teraplan.simulation.placed_step import PlacedStep, host_work, last_use, without_updates
+from teraplan.simulation.simulator import Simulator
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.hardware import Hardware, Link
+from teraplan.values.plan import HostUpdate, Migration
+from teraplan.values.step_trace import StepTrace
 
 _PARTS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Of the model's answer, how much may be tried; from the answer on downwards or upwards."""

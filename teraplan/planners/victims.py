@@ -14,9 +14,9 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.lifetimes import Floats, Ints, Lifetimes
-from teraplan.memory_curve import Curve, sum_columns
 from teraplan.planners.room import Room
+from teraplan.simulation.lifetimes import Floats, Ints, Lifetimes
+from teraplan.simulation.memory_curve import Curve, sum_columns
 
 Order = Callable[[Lifetimes, Curve], Floats]
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from teraplan.plan import Plan
+from teraplan.checker.violations import Violation
 from teraplan.report.summary import tensor_label
 from teraplan.report.table import aligned
-from teraplan.step_trace import StepTrace
 from teraplan.units import format_nbytes
-from teraplan.violations import Violation
+from teraplan.values.plan import Plan
+from teraplan.values.step_trace import StepTrace
 
 
 def valid_text(plan: Plan, outdated: Sequence[str] = ()) -> str:

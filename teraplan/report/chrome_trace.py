@@ -13,11 +13,11 @@ Only X (complete), C (counter) and M (metadata) events; times are microseconds.
 
 from collections.abc import Iterator, Sequence
 
-from teraplan.plan import Plan
 from teraplan.report.drawing import Drawing
 from teraplan.report.summary import tensor_label
-from teraplan.run_record import TransferRecord
-from teraplan.step_trace import Tensor
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import TransferRecord
+from teraplan.values.step_trace import Tensor
 
 Event = dict[str, object]
 

@@ -19,16 +19,16 @@ from itertools import pairwise
 import networkx as nx
 import numpy as np
 
-from teraplan.hardware import Hardware, Tier
-from teraplan.lifetimes import Ints
-from teraplan.placed_step import PlacedStep
-from teraplan.plan import HostUpdate, Migration
 from teraplan.report.table import shorten
-from teraplan.run_record import Direction
-from teraplan.simulate import moved_tensor
-from teraplan.simulator import Simulator, Timing, Transfer
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.lifetimes import Ints
+from teraplan.simulation.placed_step import PlacedStep
+from teraplan.simulation.simulate import moved_tensor
+from teraplan.simulation.simulator import Simulator, Timing, Transfer
 from teraplan.units import format_ns
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.plan import HostUpdate, Migration
+from teraplan.values.run_record import Direction
+from teraplan.values.step_trace import StepTrace
 
 Moment = tuple[str, int]
 _ROUNDING_NS = 4

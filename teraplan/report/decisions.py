@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from teraplan.hardware import Tier
-from teraplan.plan import HostUpdate, Migration, Plan, Recomputation
 from teraplan.report.folding import (
     by_template,
     layer_fold,
@@ -13,7 +11,9 @@ from teraplan.report.folding import (
     node_label,
     text_template,
 )
-from teraplan.step_trace import StepTrace, Tensor, TensorKind
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import HostUpdate, Migration, Plan, Recomputation
+from teraplan.values.step_trace import StepTrace, Tensor, TensorKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

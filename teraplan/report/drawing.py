@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from teraplan.errors import FileFormatError
-from teraplan.memory_curve import Curve, device_curve, fixed_curve
-from teraplan.placed_step import PlacedStep
-from teraplan.plan import Plan
-from teraplan.run_record import RunRecord, StallRecord, TransferRecord
-from teraplan.simulate import HostUpdateRecord, Simulation
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import Curve, device_curve, fixed_curve
+from teraplan.simulation.placed_step import PlacedStep
+from teraplan.simulation.simulate import HostUpdateRecord, Simulation
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import RunRecord, StallRecord, TransferRecord
+from teraplan.values.step_trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

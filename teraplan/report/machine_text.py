@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Protocol
 
-from teraplan.hardware import Link
 from teraplan.report.table import aligned
 from teraplan.units import format_bandwidth, format_ns, format_speed_beside
+from teraplan.values.hardware import Link
 
 _MARKS = {"ok": "✓", "note": "·", "warning": "!"}
 

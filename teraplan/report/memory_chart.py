@@ -11,11 +11,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from teraplan.memory_curve import device_curve
-from teraplan.placed_step import PlacedStep
-from teraplan.plan import Plan
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve
+from teraplan.simulation.placed_step import PlacedStep
 from teraplan.units import format_nbytes
+from teraplan.values.plan import Plan
+from teraplan.values.step_trace import StepTrace
 
 _EIGHTHS = "▁▂▃▄▅▆▇█"
 

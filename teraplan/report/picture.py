@@ -12,13 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from teraplan.plan import Plan
 from teraplan.report.drawing import Drawing
 from teraplan.report.palette import BACKWARD_SHADE, INK, MUTED
 from teraplan.report.picture_links import draw_links, link_rows
 from teraplan.report.picture_memory import draw_memory
 from teraplan.report.summary import covered, step_line
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.plan import Plan
 
 _DPI = 200
 _METADATA: dict[str, dict[str, str | None]] = {

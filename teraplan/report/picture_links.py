@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from teraplan.hardware import Tier
 from teraplan.report.chrome_trace import lanes
 from teraplan.report.drawing import Drawing
 from teraplan.report.palette import BACK, BACKWARD_WORK, FORWARD_WORK, MUTED, OUT, WAIT
-from teraplan.run_record import Direction, TransferRecord
 from teraplan.units import format_bandwidth, format_nbytes, format_ns
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction, TransferRecord
 
 _LEAST_BAR = 1 / 900
 """Of the axis: what is shorter is drawn as long as this, or it could not be seen."""

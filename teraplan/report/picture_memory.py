@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from teraplan.plan import Plan
 from teraplan.report.drawing import Drawing
 from teraplan.report.palette import INK, PLAN, WAIT, WITHOUT
 from teraplan.units import GIB, MIB, format_nbytes
+from teraplan.values.plan import Plan
 
 _LEAST_GAP = 0.062
 """Between two labels of the right margin, as a part of the height."""

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
-from teraplan.hardware import Tier
-from teraplan.plan import Migration, Plan
 from teraplan.report.folding import by_template, layer_fold, name_template, node_label
 from teraplan.report.table import TIMES, aligned, shorten
-from teraplan.step_trace import StepTrace, Tensor
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration, Plan
+from teraplan.values.step_trace import StepTrace, Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from teraplan.hardware import Link, Tier
-from teraplan.plan import Plan
 from teraplan.report.decisions import Decision, Row, decisions, fold
 from teraplan.report.memory_chart import memory_chart
 from teraplan.report.summary import covered, hosted_line, step_line, top_stalls
 from teraplan.report.table import TIMES, aligned, shorten
 from teraplan.units import format_bandwidth, format_nbytes, format_ns
+from teraplan.values.hardware import Link, Tier
+from teraplan.values.plan import Plan
 
 _MAX_ROWS = 16
 _KEPT = "stays"

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from teraplan.hardware import Tier
-from teraplan.plan import Plan
 from teraplan.report.folding import Fold, layer_fold, node_label
 from teraplan.report.table import shorten
-from teraplan.step_trace import Tensor, TensorKind
 from teraplan.units import format_nbytes, format_ns
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Plan
+from teraplan.values.step_trace import Tensor, TensorKind
 
 __all__ = ["Fold", "covered", "hosted_line", "layer_fold", "plan_banner", "step_line", "top_stalls"]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from teraplan.trace_file import write_trace
+from teraplan.files.trace_file import write_trace
 from tests.cli.example_files import Files, write_files
 from tests.planning.synthetic import gpt_trace
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from teraplan.plan import Plan
-from teraplan.plan_file import write_plan
-from teraplan.run_file import write_runs
+from teraplan.files.plan_file import write_plan
+from teraplan.files.run_file import write_runs
+from teraplan.values.plan import Plan
 from tests.report.example_plan import make_other_plan, make_plan, make_run
 
 Captured = pytest.CaptureFixture[str]

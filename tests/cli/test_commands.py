@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from teraplan.check_plan import check_plan
+from teraplan.checker.check_plan import check_plan
 from teraplan.cli import main
 from teraplan.cli.entry import COMMANDS
 from teraplan.errors import StorageUnusableError
-from teraplan.hardware import Link
-from teraplan.plan_file import write_plan
+from teraplan.files.plan_file import write_plan
+from teraplan.files.trace_file import write_trace
 from teraplan.planners import as_it_is
-from teraplan.trace_file import write_trace
+from teraplan.values.hardware import Link
 from tests.cli.example_files import Captured, Files, assert_one_line, loaded, python
 from tests.report.example_plan import DISK, LINK, make_plan
 from tests.report.golden import assert_golden

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from teraplan.cli import main
-from teraplan.step_trace import TensorKind
-from teraplan.trace_file import read_trace
+from teraplan.files.trace_file import read_trace
+from teraplan.values.step_trace import TensorKind
 from tests.cli.example_files import Captured, assert_one_line, loaded
 
 

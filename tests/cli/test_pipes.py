@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from teraplan.cli import main
+from teraplan.files.plan_file import write_plan
+from teraplan.files.trace_file import write_trace
 from teraplan.library.machine_file import read_machine
 from teraplan.library.machines import machine_named
-from teraplan.plan_file import write_plan
-from teraplan.trace_file import write_trace
 from tests.cli.example_files import Captured, Files, assert_one_line, python
 from tests.report.example_plan import make_plan
 

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from teraplan import trace_file
-from teraplan.check_plan import check_plan
+from teraplan.checker.check_plan import check_plan
 from teraplan.cli import main
 from teraplan.cli.planning import library_trace
 from teraplan.errors import ConfigError
+from teraplan.files import trace_file
+from teraplan.files.plan_file import read_plan
+from teraplan.files.trace_file import read_trace, write_trace
 from teraplan.library.machines import machine_named
 from teraplan.library.models import Workload
-from teraplan.memory_curve import device_curve, peak
-from teraplan.plan_file import read_plan
-from teraplan.trace_file import read_trace, write_trace
+from teraplan.simulation.memory_curve import device_curve, peak
 from teraplan.units import MIB
 from tests.cli.example_files import Captured, loaded
 from tests.planning.synthetic import gpt_trace

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from teraplan.cli import main, sweep
-from teraplan.plan import Plan
 from teraplan.planners import make_plan
 from teraplan.units import GIB
+from teraplan.values.plan import Plan
 from tests.cli.example_files import Captured, loaded
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 import torch
 
-from teraplan.hardware import Hardware
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.device import Beside
 from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage
 from teraplan.units import MIB
+from teraplan.values.hardware import Hardware
 from tests.fakes.fake_cuda import FakeCuda, HostStream
 
 STAGING = 8 * MIB

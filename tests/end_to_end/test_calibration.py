@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.session import session as session_module
 from teraplan.runtime.session.calibration import Calibration
@@ -15,6 +14,7 @@ from teraplan.runtime.session.case import MeasuredPlan
 from teraplan.runtime.session.feedback import Lesson, learn
 from teraplan.runtime.session.session import Session
 from teraplan.runtime.storage import Storage
+from teraplan.values.run_record import TRAINING_STATE, RunRecord, StallRecord
 from tests.end_to_end.training import MLP, Run, assert_same, run, sessions, training, unlimited
 from tests.fakes.slow_link import link_of, plan_with_storage
 from tests.fakes.throttled_stores import opening_limited, throttle

@@ -11,7 +11,6 @@ from bench.models import convnet, gpt
 from teraplan import backend
 from teraplan.config import Config
 from teraplan.planners.update_share import UpdateRates
-from teraplan.run_record import TransferRecord
 from teraplan.runtime.cuda import device as cuda_device
 from teraplan.runtime.cuda.log import DeviceLog
 from teraplan.runtime.session import feedback
@@ -19,6 +18,7 @@ from teraplan.runtime.state import host_choice, host_rates
 from teraplan.runtime.state.host_updates import HostUpdates
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
+from teraplan.values.run_record import TransferRecord
 from tests.end_to_end import hosting, moving
 from tests.end_to_end.cuda_path import STAGING, CudaPath
 from tests.end_to_end.training import Program, assert_same, tight, training, unlimited

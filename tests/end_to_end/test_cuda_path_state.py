@@ -9,7 +9,7 @@ from torch import Tensor
 from teraplan import backend
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.cuda.storage_pointers import why_not
-from teraplan.step_trace import TensorKind
+from teraplan.values.step_trace import TensorKind
 from tests.end_to_end import moving, test_state_models
 from tests.end_to_end.moving import adamw, model, sgd, training, weight
 from tests.end_to_end.test_state_plan import planned_case

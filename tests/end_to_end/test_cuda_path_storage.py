@@ -12,13 +12,13 @@ from torch import Tensor
 import teraplan
 from teraplan import backend
 from teraplan.errors import StorageError
-from teraplan.hardware import Tier
-from teraplan.plan import Migration
 from teraplan.runtime.cuda.copies import CudaCopy
 from teraplan.runtime.cuda.storage_pointers import why_not
 from teraplan.runtime.cuda.swapped_memory import SwappedMemory
 from teraplan.runtime.state.block import Block
-from teraplan.step_trace import TensorKind
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
+from teraplan.values.step_trace import TensorKind
 from tests.end_to_end import moving
 from tests.end_to_end.moving import adamw, model
 from tests.end_to_end.test_state_plan import planned_case

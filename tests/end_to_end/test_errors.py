@@ -24,8 +24,8 @@ from teraplan.errors import (
     TeraplanError,
     UnsupportedError,
 )
-from teraplan.hardware import Tier
-from teraplan.plan_file import read_plan, write_plan
+from teraplan.files.plan_file import read_plan, write_plan
+from teraplan.values.hardware import Tier
 from tests.end_to_end.conftest import forget_everything
 from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run, training, unlimited
 from tests.planning.test_host_updates import hosted

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import teraplan
 from bench.models import gpt, moe
 from teraplan.runtime.engine.recorder import UPDATE
-from teraplan.step_trace import TensorKind
+from teraplan.values.step_trace import TensorKind
 from tests.end_to_end.moving import (
     DEPTH,
     ROWS,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from bench.models import encoder, gpt
 from teraplan import planners
 from teraplan.errors import PlanMismatchError
+from teraplan.files.plan_file import read_plan
 from teraplan.passes import recipes
-from teraplan.plan import Plan
-from teraplan.plan_file import read_plan
 from teraplan.runtime.session import case, feedback
 from teraplan.runtime.session.calibration import Calibration
+from teraplan.values.plan import Plan
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_moving, states
 from tests.end_to_end.training import (
     UNLIMITED,

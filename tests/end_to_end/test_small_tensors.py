@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from teraplan.plan_file import read_plan
+from teraplan.files.plan_file import read_plan
 from teraplan.runtime.state import keeper
 from teraplan.runtime.state.block import Block
-from teraplan.step_trace import TensorKind
 from teraplan.units import KIB
+from teraplan.values.step_trace import TensorKind
 from tests.end_to_end import moving, updating_early
 from tests.end_to_end.moving import adamw, check, sgd, training
 from tests.end_to_end.training import MLP, assert_same, run

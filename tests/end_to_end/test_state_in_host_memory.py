@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from teraplan.check_plan import require_valid
-from teraplan.hardware import Tier
-from teraplan.plan import Plan
-from teraplan.plan_file import read_plan, write_plan
+from teraplan.checker.check_plan import require_valid
+from teraplan.files.plan_file import read_plan, write_plan
 from teraplan.planners.base import PAGE_BYTES
 from teraplan.runtime.storage.tiers import Away, Tiers
-from teraplan.simulate import predict
-from teraplan.step_trace import TensorKind
+from teraplan.simulation.simulate import predict
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Plan
+from teraplan.values.step_trace import TensorKind
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_moving, training
 from tests.end_to_end.test_state_plan import planned_case
 from tests.end_to_end.training import Program, Run, assert_same, run

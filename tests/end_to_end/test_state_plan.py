@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from teraplan.check_plan import require_valid
-from teraplan.plan import Plan
-from teraplan.plan_file import read_plan
-from teraplan.run_record import Direction
+from teraplan.checker.check_plan import require_valid
+from teraplan.files.plan_file import read_plan
 from teraplan.runtime.engine.recorder import UPDATE
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import Lesson
-from teraplan.step_trace import TensorKind
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import Direction
+from teraplan.values.step_trace import TensorKind
 from tests.end_to_end.moving import (
     BUDGET,
     DEPTH,

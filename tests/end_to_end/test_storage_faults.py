@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, StorageFullError
-from teraplan.hardware import Tier
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.device import Copy
 from teraplan.runtime.storage import Storage
 from teraplan.runtime.storage.store import WORKERS, Workers
+from teraplan.values.hardware import Tier
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 from tests.fakes.faulty_calls import Fault, injected
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from teraplan.check_plan import require_valid
-from teraplan.hardware import Tier
-from teraplan.plan import Plan
-from teraplan.plan_file import read_plan, write_plan
+from teraplan.checker.check_plan import require_valid
+from teraplan.files.plan_file import read_plan, write_plan
 from teraplan.planners.base import PAGE_BYTES
 from teraplan.runtime.session import feedback
-from teraplan.simulate import predict
+from teraplan.simulation.simulate import predict
 from teraplan.units import MIB
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Plan
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 from tests.fakes.faulty_calls import Fault, injected
 from tests.fakes.slow_link import link_of, plan_with_storage

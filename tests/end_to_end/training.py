@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import teraplan
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.session.session import Session
-from teraplan.status import Status
+from teraplan.values.status import Status
 
 UNLIMITED = 100 << 30
 _ATTEMPTS = 4

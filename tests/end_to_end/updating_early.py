@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from teraplan.status import Status
+from teraplan.values.status import Status
 from tests.end_to_end import moving
 from tests.end_to_end.moving import (
     DEPTH,

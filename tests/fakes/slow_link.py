@@ -2,8 +2,8 @@
 
 import pytest
 
-from teraplan.hardware import Link
 from teraplan.runtime import links
+from teraplan.values.hardware import Link
 
 
 def link_of(bytes_per_s: int, latency_ns: int = 100_000) -> Link:

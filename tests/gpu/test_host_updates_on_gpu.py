@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import teraplan
 from bench.models import gpt
-from teraplan.status import Status
+from teraplan.values.status import Status
 from tests.end_to_end.training import UNLIMITED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

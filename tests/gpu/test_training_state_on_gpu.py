@@ -16,8 +16,8 @@ from teraplan.config import Config
 from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.open_device import open_device
 from teraplan.runtime.state.arena import StateArena
-from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
+from teraplan.values.step_trace import TensorKind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

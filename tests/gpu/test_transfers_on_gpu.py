@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from teraplan.hardware import Tier
 from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.cuda.torch_runtime import TorchCuda
 from teraplan.runtime.device import Arrival
@@ -15,6 +14,7 @@ from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.runtime.storage.directories import why_not
 from teraplan.units import MIB
+from teraplan.values.hardware import Tier
 
 pytestmark = pytest.mark.gpu
 NUMBERS = 20 * MIB // 4

@@ -10,8 +10,8 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.decomposition import select_decomp_table
 
 from teraplan import ops
-from teraplan.graph_table import GraphTable
 from teraplan.passes import partition
+from teraplan.values.graph_table import GraphTable
 
 Pair = tuple[fx.Graph, fx.Graph, GraphTable]
 

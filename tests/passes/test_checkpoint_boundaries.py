@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 
-from teraplan.graph_table import GraphTable
+from teraplan.values.graph_table import GraphTable
 from tests.passes.instrumented import instrumented
 
 _ROWS, _WIDTH = 64, 512

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from teraplan import ops
-from teraplan.graph_table import MIN_SLOT_BYTES
 from teraplan.passes.aliases import base_of
 from teraplan.passes.partition import TeraplanPartitioner
+from teraplan.values.graph_table import MIN_SLOT_BYTES
 from tests.passes.instrumented import instrumented
 
 SIDE = 160

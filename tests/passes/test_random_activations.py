@@ -15,11 +15,11 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 from teraplan import ops
-from teraplan.graph_table import GraphTable
 from teraplan.passes import insert_sites as insert_sites_module
 from teraplan.passes import partition
 from teraplan.runtime.engine.engine import Engine
 from teraplan.units import GIB
+from teraplan.values.graph_table import GraphTable
 from tests.end_to_end.evicting import everything_leaves
 from tests.passes.random_graphs import SLOW_SEEDS, Program, random_program
 

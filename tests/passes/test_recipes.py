@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from teraplan.graph_table import GraphTable, Recipe
 from teraplan.passes.recipes import compile_recipe
+from teraplan.values.graph_table import GraphTable, Recipe
 from tests.passes.instrumented import instrumented
 
 WIDTH = 256

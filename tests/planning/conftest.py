@@ -2,7 +2,7 @@
 
 import pytest
 
-from teraplan.simulator import LONGEST_NS, _Run
+from teraplan.simulation.simulator import LONGEST_NS, _Run
 
 
 @pytest.fixture

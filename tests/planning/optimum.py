@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 
-from teraplan.check_plan import check_plan
-from teraplan.hardware import Budgets, Hardware, Tier
-from teraplan.memory_curve import fixed_curve, managed_curve
-from teraplan.plan import Migration
-from teraplan.simulator import Simulator
-from teraplan.step_trace import StepTrace
+from teraplan.checker.check_plan import check_plan
+from teraplan.simulation.memory_curve import fixed_curve, managed_curve
+from teraplan.simulation.simulator import Simulator
+from teraplan.values.hardware import Budgets, Hardware, Tier
+from teraplan.values.plan import Migration
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import plan_of
 
 

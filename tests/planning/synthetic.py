@@ -1,10 +1,10 @@
 """Synthetic steps: what a trace of a GPT-like model looks like, at any number of sites."""
 
-from teraplan.hardware import Budgets, Hardware, Link
-from teraplan.plan import HostUpdate, Migration, Plan
-from teraplan.simulate import predict
-from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
+from teraplan.simulation.simulate import predict
 from teraplan.units import GIB, MIB
+from teraplan.values.hardware import Budgets, Hardware, Link
+from teraplan.values.plan import HostUpdate, Migration, Plan
+from teraplan.values.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
 
 FINGERPRINT = Fingerprint(
     graphs=("g",), shapes="s", torch_version="2.13", kernels="inductor", device="cpu"

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from teraplan.check_plan import check_plan, require_valid
+from teraplan.checker.check_plan import check_plan, require_valid
+from teraplan.checker.violations import ViolationKind
 from teraplan.errors import InvalidPlanError
-from teraplan.hardware import Tier
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import Migration, Plan
 from teraplan.planners import make_plan
-from teraplan.simulate import predict
-from teraplan.step_trace import StepTrace, TensorKind
-from teraplan.violations import ViolationKind
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.simulation.simulate import predict
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration, Plan
+from teraplan.values.step_trace import StepTrace, TensorKind
 from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 
 

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teraplan import json_files
-from teraplan.check_plan import check_plan
+from teraplan.checker.check_plan import check_plan
 from teraplan.errors import FileFormatError, PlanMismatchError
-from teraplan.hardware import Hardware, Tier
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan_file import read_plan, require_same_fingerprint, write_plan
+from teraplan.files import json_files
+from teraplan.files.plan_file import read_plan, require_same_fingerprint, write_plan
+from teraplan.files.run_file import read_runs, write_runs
+from teraplan.files.trace_file import read_trace, write_trace
 from teraplan.planners import make_plan
-from teraplan.run_file import read_runs, write_runs
-from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecord
-from teraplan.step_trace import StepTrace
-from teraplan.trace_file import read_trace, write_trace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
 from teraplan.units import MIB
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.run_record import Direction, RunRecord, StallRecord, TransferRecord
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import budgets, gpt_trace, machine
 from tests.planning.traces import machines, traces
 

@@ -11,14 +11,14 @@ import pytest
 from teraplan import planners
 from teraplan.cli import main
 from teraplan.errors import ConfigError, InfeasibleBudgetError, InvalidPlanError
-from teraplan.hardware import Tier
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import Migration
-from teraplan.plan_file import read_plan, write_plan
+from teraplan.files.plan_file import read_plan, write_plan
 from teraplan.planners import make_plan, planner_named
 from teraplan.planners.base import Problem
 from teraplan.planners.stall_driven import plan_by_stalls
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import budgets, gpt_trace, machine
 
 

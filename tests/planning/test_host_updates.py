@@ -10,21 +10,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teraplan.channels import speeds
-from teraplan.check_plan import check_plan
+from teraplan.checker.check_plan import check_plan
+from teraplan.checker.violations import ViolationKind
 from teraplan.errors import ConfigError, FileFormatError
-from teraplan.hardware import Hardware, HostCores, Tier
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import HostUpdate, Migration, Plan
-from teraplan.plan_file import read_plan, write_plan
+from teraplan.files.plan_file import read_plan, write_plan
+from teraplan.files.trace_file import read_trace, write_trace
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
 from teraplan.planners.update_split import best_part, step_lines
 from teraplan.report.critical_path import critical_path
-from teraplan.simulate import simulate
-from teraplan.step_trace import StepTrace, TensorKind, Update
-from teraplan.trace_file import read_trace, write_trace
-from teraplan.violations import ViolationKind
+from teraplan.simulation.channels import speeds
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.simulation.simulate import simulate
+from teraplan.values.hardware import Hardware, HostCores, Tier
+from teraplan.values.plan import HostUpdate, Migration, Plan
+from teraplan.values.step_trace import StepTrace, TensorKind, Update
 from tests.planning.synthetic import budgets, machine, plan_of
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.updating import layers_step, updating_machines, updating_steps

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teraplan.check_plan import check_plan
-from teraplan.hardware import Hardware, HostCores
+from teraplan.checker.check_plan import check_plan
 from teraplan.library.machines import machine_named
-from teraplan.memory_curve import device_curve, managed_curve, peak
 from teraplan.planners import (
     coarse,
     finishing,
@@ -23,8 +21,10 @@ from teraplan.planners.base import Problem
 from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
 from teraplan.planners.postpone import postpone_copies_out
 from teraplan.planners.small_step import SmallStep, StepTimes
-from teraplan.simulator import Simulator
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve, managed_curve, peak
+from teraplan.simulation.simulator import Simulator
+from teraplan.values.hardware import Hardware, HostCores
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import FINGERPRINT, budgets, gpt_trace, machine
 from tests.planning.test_plans import between
 from tests.planning.test_simulate import move, one_byte_per_ns, step

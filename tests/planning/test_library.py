@@ -10,8 +10,8 @@ from teraplan.library.costs import Roofline
 from teraplan.library.machine_file import find_machine, read_machine, write_machine
 from teraplan.library.machines import DEVICES, GB, machine_named, machine_of_teraio
 from teraplan.library.models import MODELS, Workload, trace_of
-from teraplan.memory_curve import device_curve, peak
-from teraplan.step_trace import StepTrace, TensorKind
+from teraplan.simulation.memory_curve import device_curve, peak
+from teraplan.values.step_trace import StepTrace, TensorKind
 
 H100 = machine_named("h100-nvl:ssd=4:host=512GiB")
 

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.lifetimes import Lifetimes
-from teraplan.memory_curve import (
+from teraplan.planners import make_plan
+from teraplan.planners.room import Room
+from teraplan.simulation.lifetimes import Lifetimes
+from teraplan.simulation.memory_curve import (
     device_curve,
     fixed_curve,
     least_budget,
@@ -18,9 +20,7 @@ from teraplan.memory_curve import (
     sum_ranges,
     touched_curve,
 )
-from teraplan.planners import make_plan
-from teraplan.planners.room import Room
-from teraplan.step_trace import StepTrace
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import budgets, gpt_trace, machine
 from tests.planning.traces import traces
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from teraplan.bound import step_bound_ns
-from teraplan.check_plan import check_plan
-from teraplan.hardware import Hardware
-from teraplan.memory_curve import device_curve, least_budget, peak
+from teraplan.bounds.bound import step_bound_ns
+from teraplan.checker.check_plan import check_plan
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.values.hardware import Hardware
+from teraplan.values.step_trace import StepTrace
 from tests.planning.optimum import optimum_ns
 from tests.planning.synthetic import budgets
 from tests.planning.test_simulate import one_byte_per_ns, step

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teraplan.bound import step_bound_ns
-from teraplan.check_plan import check_plan
+from teraplan.bounds.bound import step_bound_ns
+from teraplan.checker.check_plan import check_plan
+from teraplan.checker.violations import ViolationKind
 from teraplan.errors import ConfigError, InfeasibleBudgetError
-from teraplan.hardware import Hardware, Tier
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import Migration, Plan
 from teraplan.planners import POLICIES, make_plan
 from teraplan.planners.base import Problem
 from teraplan.planners.baselines import on_demand
 from teraplan.planners.polish import polish
 from teraplan.planners.small_step import SmallStep, StepTimes
 from teraplan.planners.victims import first_saved
-from teraplan.step_trace import StepTrace
-from teraplan.violations import ViolationKind
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.plan import Migration, Plan
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.traces import machines, traces

@@ -11,25 +11,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from teraplan import planners
-from teraplan.check_plan import check_plan
+from teraplan.checker.check_plan import check_plan
 from teraplan.errors import (
     ConfigError,
     FileFormatError,
     InfeasibleBudgetError,
 )
-from teraplan.hardware import Budgets, Hardware, Tier
 from teraplan.library.machines import GB, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import Migration, Plan
 from teraplan.planners import make_plan
 from teraplan.planners.base import Planner, Problem
 from teraplan.planners.coarse import coarsen
 from teraplan.planners.feasible import require_feasible
 from teraplan.planners.rules import read_rules
 from teraplan.planners.stall_driven import plan_by_stalls
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
 from teraplan.units import MIB
+from teraplan.values.hardware import Budgets, Hardware, Tier
+from teraplan.values.plan import Migration, Plan
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_simulate import step
 from tests.planning.traces import machines, traces

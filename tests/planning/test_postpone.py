@@ -5,15 +5,15 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teraplan.check_plan import check_plan
-from teraplan.hardware import Hardware
+from teraplan.checker.check_plan import check_plan
 from teraplan.library.machines import machine_named
 from teraplan.library.models import Workload, trace_of
-from teraplan.memory_curve import device_curve, managed_curve, peak
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
 from teraplan.planners.postpone import postpone_copies_out
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve, managed_curve, peak
+from teraplan.values.hardware import Hardware
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import budgets, plan_of
 from tests.planning.test_plans import between
 from tests.planning.test_simulate import move, one_byte_per_ns, step

@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teraplan.check_plan import check_plan
+from teraplan.checker.check_plan import check_plan
+from teraplan.checker.violations import ViolationKind
 from teraplan.cli import main
 from teraplan.errors import FileFormatError, InfeasibleBudgetError
-from teraplan.hardware import Budgets, Hardware
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import Plan, Recomputation
-from teraplan.plan_file import read_plan, write_plan
+from teraplan.files.plan_file import read_plan, write_plan
+from teraplan.files.trace_file import write_trace
 from teraplan.planners import make_plan
 from teraplan.planners.recompute import _that_fit, with_recomputed
-from teraplan.recomputed_step import independent, recomputable, recomputed_step
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
-from teraplan.simulate import predict
-from teraplan.step_trace import Recompute, StepTrace
-from teraplan.trace_file import write_trace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.simulation.simulate import predict
 from teraplan.units import GIB
-from teraplan.violations import ViolationKind
+from teraplan.values.hardware import Budgets, Hardware
+from teraplan.values.plan import Plan, Recomputation
+from teraplan.values.recomputed_step import independent, recomputable, recomputed_step
+from teraplan.values.step_trace import Recompute, StepTrace
 from tests.fakes.slow_link import link_of
 from tests.planning.synthetic import budgets, gpt_trace
 from tests.planning.synthetic import machine as two_tiers

@@ -3,15 +3,15 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from teraplan.hardware import Hardware, Link, Tier
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import Migration
 from teraplan.planners import make_plan
 from teraplan.planners.small_step import StepTimes
-from teraplan.run_record import Direction
-from teraplan.simulate import simulate
-from teraplan.simulator import Simulator
-from teraplan.step_trace import Site, SiteKind, StepTrace, Tensor, TensorKind
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.simulation.simulate import simulate
+from teraplan.simulation.simulator import Simulator
+from teraplan.values.hardware import Hardware, Link, Tier
+from teraplan.values.plan import Migration
+from teraplan.values.run_record import Direction
+from teraplan.values.step_trace import Site, SiteKind, StepTrace, Tensor, TensorKind
 from tests.planning.synthetic import FINGERPRINT, budgets
 from tests.planning.traces import machines, traces
 

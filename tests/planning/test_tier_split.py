@@ -6,27 +6,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teraplan.bound import step_bound_ns
-from teraplan.check_plan import check_plan
+from teraplan.bounds.bound import step_bound_ns
+from teraplan.bounds.relaxation import relaxed_bound_ns
+from teraplan.checker.check_plan import check_plan
+from teraplan.checker.violations import ViolationKind
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.hardware import Hardware, Link, Tier
-from teraplan.memory_curve import device_curve, least_budget, peak, tier_curve
-from teraplan.plan import Migration, Plan
 from teraplan.planners import make_plan
 from teraplan.planners.base import LEAST_PART_BYTES, PAGE_BYTES, Problem
 from teraplan.planners.baselines import plan_on_demand
 from teraplan.planners.coarse import coarsen
 from teraplan.planners.tier_split import split_between_tiers
 from teraplan.planners.victims import farthest_use
-from teraplan.relaxation import relaxed_bound_ns
 from teraplan.report.critical_path import critical_path
 from teraplan.report.plan_changes import changes_text, plan_changes
 from teraplan.report.plan_text import plan_details, plan_screen
-from teraplan.run_record import Direction
-from teraplan.simulate import predict, simulate
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak, tier_curve
+from teraplan.simulation.simulate import predict, simulate
 from teraplan.units import MIB
-from teraplan.violations import ViolationKind
+from teraplan.values.hardware import Hardware, Link, Tier
+from teraplan.values.plan import Migration, Plan
+from teraplan.values.run_record import Direction
+from teraplan.values.step_trace import StepTrace
 from tests.planning.optimum import optimum_ns
 from tests.planning.synthetic import budgets, gpt_trace, machine, plan_of
 from tests.planning.test_check_plan import kinds, parameter_step

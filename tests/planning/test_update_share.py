@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teraplan.hardware import Link
 from teraplan.planners.update_share import UpdateRates, share_on_host
+from teraplan.values.hardware import Link
 
 RATES = st.floats(1e8, 1e13)
 GB = 10**9

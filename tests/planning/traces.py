@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from teraplan.hardware import Hardware, Link
-from teraplan.step_trace import Site, SiteKind, StepTrace, Tensor, TensorKind
+from teraplan.values.hardware import Hardware, Link
+from teraplan.values.step_trace import Site, SiteKind, StepTrace, Tensor, TensorKind
 from tests.planning.synthetic import FINGERPRINT
 
 

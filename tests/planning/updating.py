@@ -5,12 +5,12 @@ from types import MappingProxyType
 
 from hypothesis import strategies as st
 
-from teraplan.hardware import Hardware, HostCores
 from teraplan.library.builder import Tape
 from teraplan.library.costs import Roofline
 from teraplan.library.machines import Processor
 from teraplan.library.training import Parameters, Schedule, training_step
-from teraplan.step_trace import StepTrace
+from teraplan.values.hardware import Hardware, HostCores
+from teraplan.values.step_trace import StepTrace
 from tests.planning.traces import machines
 
 _COSTS = Roofline(

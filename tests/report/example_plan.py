@@ -1,11 +1,11 @@
 """A plan of known shape: twelve transformer blocks, forward, backward and an optimizer step."""
 
-from teraplan.hardware import Budgets, Hardware, Link, Tier
-from teraplan.memory_curve import device_curve, managed_curve, peak
-from teraplan.plan import Migration, Plan, Prediction
-from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecord
-from teraplan.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
+from teraplan.simulation.memory_curve import device_curve, managed_curve, peak
 from teraplan.units import GIB, MIB
+from teraplan.values.hardware import Budgets, Hardware, Link, Tier
+from teraplan.values.plan import Migration, Plan, Prediction
+from teraplan.values.run_record import Direction, RunRecord, StallRecord, TransferRecord
+from teraplan.values.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
 
 NUM_BLOCKS = 12
 MS = 1_000_000

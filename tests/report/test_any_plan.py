@@ -6,16 +6,16 @@ from dataclasses import replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teraplan.hardware import Budgets, Tier
-from teraplan.plan import Plan
 from teraplan.report.chrome_trace import chrome_trace
 from teraplan.report.decisions import decisions, fold
 from teraplan.report.drawing import draw_plan
 from teraplan.report.plan_changes import all_layers, changes_text, plan_changes
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
 from teraplan.report.summary import plan_banner
-from teraplan.simulate import simulate
+from teraplan.simulation.simulate import simulate
 from teraplan.units import MIB
+from teraplan.values.hardware import Budgets, Tier
+from teraplan.values.plan import Plan
 from tests.report.example_plan import make_plan
 
 EXAMPLE = make_plan()

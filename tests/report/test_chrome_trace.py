@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teraplan.hardware import Tier
-from teraplan.plan import Plan
 from teraplan.report.chrome_trace import by_link, chrome_trace, lanes
 from teraplan.report.drawing import Drawing, draw_plan, draw_run
-from teraplan.run_record import Direction, TransferRecord
-from teraplan.simulate import simulate
+from teraplan.simulation.simulate import simulate
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import Direction, TransferRecord
 from tests.report.example_plan import make_plan, make_run
 
 FIELDS = {

@@ -3,13 +3,13 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from teraplan.hardware import Hardware, Tier
-from teraplan.memory_curve import device_curve, least_budget, peak
-from teraplan.plan import Migration
 from teraplan.planners import make_plan
 from teraplan.report.critical_path import critical_path
-from teraplan.run_record import Direction
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.plan import Migration
+from teraplan.values.run_record import Direction
+from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import budgets
 from tests.planning.test_simulate import one_byte_per_ns, step
 from tests.planning.traces import machines, traces

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from teraplan.errors import FileFormatError
-from teraplan.plan import Plan
 from teraplan.report.drawing import Drawing, draw_plan, draw_run
-from teraplan.simulate import simulate
+from teraplan.simulation.simulate import simulate
+from teraplan.values.plan import Plan
 from tests.report.example_plan import make_plan, make_run
 
 pytest.importorskip("matplotlib")

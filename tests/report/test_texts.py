@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from teraplan.check_plan import check_plan
-from teraplan.hardware import Budgets, Tier
-from teraplan.plan import Plan
+from teraplan.checker.check_plan import check_plan
 from teraplan.report.check_text import valid_text, violations_text
 from teraplan.report.machine_text import facts_json, facts_text, links_json, links_text
 from teraplan.report.memory_chart import memory_chart, sampled_intervals
@@ -16,8 +14,10 @@ from teraplan.report.plan_changes import all_layers, changes_json, changes_text,
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
 from teraplan.report.summary import plan_banner, top_stalls
 from teraplan.report.table import to_ascii
-from teraplan.step_trace import StepTrace
 from teraplan.units import GIB
+from teraplan.values.hardware import Budgets, Tier
+from teraplan.values.plan import Plan
+from teraplan.values.step_trace import StepTrace
 from tests.report.example_plan import DISK, LINK, make_other_plan, make_plan
 from tests.report.golden import assert_golden
 

@@ -9,13 +9,13 @@ from types import TracebackType
 
 import torch
 
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.device import Arrival, Copy
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.runtime.storage.store import Workers
 from teraplan.units import MIB
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction
 from tests.fakes.fake_cuda import FakeCuda, FakeStream
 
 STAGING = 4 * MIB

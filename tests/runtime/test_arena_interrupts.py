@@ -12,7 +12,7 @@ from teraplan.runtime.state import arena as arena_module
 from teraplan.runtime.state import block_moves, digests, held_memory
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block
-from teraplan.step_trace import TensorKind
+from teraplan.values.step_trace import TensorKind
 from tests.fakes.interrupts import InterruptAt
 from tests.runtime import state_arena
 

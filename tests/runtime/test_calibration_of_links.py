@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from teraplan.errors import StorageUnusableError
-from teraplan.hardware import Hardware
-from teraplan.memory_curve import device_curve, peak
-from teraplan.plan import Plan
 from teraplan.planners import make_plan, with_choices_of
-from teraplan.run_record import TRAINING_STATE, RunRecord, StallRecord
 from teraplan.runtime.links import storage_link
 from teraplan.runtime.session.calibration import Calibration, calibrated, with_durations
-from teraplan.simulate import simulate
+from teraplan.simulation.memory_curve import device_curve, peak
+from teraplan.simulation.simulate import simulate
+from teraplan.values.hardware import Hardware
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import TRAINING_STATE, RunRecord, StallRecord
 from tests.planning.synthetic import budgets, gpt_trace, machine
 
 NUM_RUNS = 4

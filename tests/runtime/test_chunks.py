@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from teraplan.hardware import Link
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Place
 from teraplan.runtime.state.chunks import Chunks, Sort, chunk_nbytes
-from teraplan.step_trace import TensorKind
 from teraplan.units import GIB, KIB, MIB
+from teraplan.values.hardware import Link
+from teraplan.values.step_trace import TensorKind
 from tests.runtime import state_arena
 
 PARAMETERS: Sort = (TensorKind.PARAMETER, False)

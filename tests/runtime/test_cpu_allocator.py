@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from teraplan.errors import FallbackRefusedError
-from teraplan.hardware import Tier
 from teraplan.runtime.cpu import allocator as cpu_allocator
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.cpu.free_ranges import PageBlock
@@ -21,6 +20,7 @@ from teraplan.runtime.cpu.pool import CpuPool
 from teraplan.runtime.process import process_memory
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
+from teraplan.values.hardware import Tier
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from teraplan.errors import StorageFullError
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.device import Copy
 from teraplan.runtime.engine.mover import Mover
@@ -17,6 +15,8 @@ from teraplan.runtime.engine.saved import Saved
 from teraplan.runtime.process.pages import round_up
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction
 from tests.fakes.faulty_calls import Fault, injected
 
 NBYTES = 5 * MIB + 1234

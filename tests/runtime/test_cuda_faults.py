@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from teraplan.errors import DeadlineError, FallbackRefusedError, StorageError, StorageFullError
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction
 from tests.fakes.fake_cuda import FakeCuda
 from tests.runtime.cuda_world import LARGE, STAGING, World, until
 

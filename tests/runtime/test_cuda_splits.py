@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from teraplan.errors import StorageError, StorageFullError
-from teraplan.hardware import Tier
-from teraplan.run_record import Direction
 from teraplan.runtime.device import Copy
 from teraplan.units import MIB
+from teraplan.values.hardware import Tier
+from teraplan.values.run_record import Direction
 from tests.fakes.fake_cuda import FakeStream
 from tests.runtime.cuda_world import LARGE, PHASES, World, content_of, until
 

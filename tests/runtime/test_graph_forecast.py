@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from teraplan.errors import InfeasibleBudgetError
-from teraplan.graph_table import GraphMemory, GraphTable, Slot
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.session.budget import GraphForecast
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB, format_nbytes
+from teraplan.values.graph_table import GraphMemory, GraphTable, Slot
 
 STATE, BESIDE = 100 * MIB, 400 * MIB
 TABLE = GraphTable(

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from teraplan.check_plan import check_plan
+from teraplan.checker.check_plan import check_plan
 from teraplan.config import Config
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.planners import make_plan

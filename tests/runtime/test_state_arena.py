@@ -22,8 +22,8 @@ from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.timeline import NEVER, Timeline
 from teraplan.runtime.storage.tiers import Return
-from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
+from teraplan.values.step_trace import TensorKind
 from tests.fakes.faulty_calls import Fault, injected
 from tests.runtime import state_arena
 from tests.runtime.state_arena import pages_of

@@ -5,7 +5,7 @@ from contextlib import suppress
 from teraplan.runtime.engine import state_log
 from teraplan.runtime.engine.state_log import StateLog
 from teraplan.runtime.state.block import Block
-from teraplan.step_trace import TensorKind
+from teraplan.values.step_trace import TensorKind
 from tests.fakes.interrupts import InterruptAt
 
 P, G, S = TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.OPTIMIZER_STATE

@@ -19,8 +19,8 @@ from teraplan.errors import StorageError, StorageFullError
 from teraplan.runtime.cuda.storage_pointers import why_not
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Place
-from teraplan.step_trace import TensorKind
 from teraplan.units import MIB
+from teraplan.values.step_trace import TensorKind
 from tests.fakes.faulty_calls import Fault, injected
 from tests.runtime.cuda_world import STAGING, World, until
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from teraplan.errors import DeadlineError, IntegrityError, StorageError
-from teraplan.run_record import Direction
 from teraplan.runtime.storage import Record, Storage
 from teraplan.runtime.storage.store import WORKERS, Workers
 from teraplan.units import MIB
+from teraplan.values.run_record import Direction
 
 Bytes = NDArray[np.uint8]
 Memory = Callable[..., Bytes]

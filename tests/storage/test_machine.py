@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from teraplan.hardware import Link
 from teraplan.runtime import links, machine_facts
 from teraplan.runtime.storage import cache_directory, kvikio_probe
 from teraplan.units import MIB
+from teraplan.values.hardware import Link
 
 LINK = Link(
     out_bytes_per_s=5,

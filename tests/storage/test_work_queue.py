@@ -1,7 +1,7 @@
-from teraplan.run_record import Direction
 from teraplan.runtime.storage.transfers import CHUNK_BYTES, Place, Record, Transfer
 from teraplan.runtime.storage.work_queue import WorkQueue
 from teraplan.units import MIB
+from teraplan.values.run_record import Direction
 
 READ, WRITE = Direction.BACK, Direction.OUT
 

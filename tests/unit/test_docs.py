@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from teraplan import plan_file, run_file, trace_file
-from teraplan.hardware import Budgets, Hardware, HostCores, Link
-from teraplan.plan import HostUpdate, Migration, Prediction
-from teraplan.run_record import RunRecord
-from teraplan.step_trace import Fingerprint, Tensor, TensorKind, Update
+from teraplan.files import plan_file, run_file, trace_file
+from teraplan.values.hardware import Budgets, Hardware, HostCores, Link
+from teraplan.values.plan import HostUpdate, Migration, Prediction
+from teraplan.values.run_record import RunRecord
+from teraplan.values.step_trace import Fingerprint, Tensor, TensorKind, Update
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("bench/*.md")])

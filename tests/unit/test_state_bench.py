@@ -3,7 +3,7 @@
 import pytest
 
 from bench.state_rates import tokens_for_rate
-from teraplan.hardware import Link
+from teraplan.values.hardware import Link
 
 LINK = Link(
     out_bytes_per_s=2000,

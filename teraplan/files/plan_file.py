@@ -7,7 +7,7 @@ that people read and edit is `migrations`, one line each, with the tensor's name
      "reason": "idle 1.20 s", "tensor": "g0.c0/gelu_3", "tier": "storage"}
 
 and `recomputed`, which names the tensors that are computed again. After an edit,
-`teraplan.check_plan` says whether it still holds.
+`teraplan.checker` says whether it still holds.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from teraplan.errors import PlanMismatchError
-from teraplan.hardware import Budgets, Hardware, HostCores, Link, Tier
-from teraplan.json_files import Node, load, require_schema, write_object
-from teraplan.plan import HostUpdate, Migration, Plan, Prediction, Recomputation
-from teraplan.recomputed_step import independent
-from teraplan.step_trace import Fingerprint, StepTrace
-from teraplan.trace_file import decode_trace, encode_trace
+from teraplan.files.json_files import Node, load, require_schema, write_object
+from teraplan.files.trace_file import decode_trace, encode_trace
+from teraplan.values.hardware import Budgets, Hardware, HostCores, Link, Tier
+from teraplan.values.plan import HostUpdate, Migration, Plan, Prediction, Recomputation
+from teraplan.values.recomputed_step import independent
+from teraplan.values.step_trace import Fingerprint, StepTrace
 
 SCHEMA = "teraplan.plan"
 # 1 (2026-11): first version.

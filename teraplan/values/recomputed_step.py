@@ -12,7 +12,7 @@ It is a step like any other: planners, simulator and reports need not know how i
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from teraplan.step_trace import Recompute, StepTrace, Tensor
+from teraplan.values.step_trace import Recompute, StepTrace, Tensor
 
 
 def recomputable(trace: StepTrace) -> Iterator[tuple[int, Recompute]]:

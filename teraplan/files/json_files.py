@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, final
 
 from teraplan.errors import FileFormatError
-from teraplan.whole_file import whole_file
+from teraplan.files.whole_file import whole_file
 
 MAX_FILE_NBYTES = 1 << 30
 """Larger files are refused unread; a trace of 250 000 sites takes about 40 MB."""

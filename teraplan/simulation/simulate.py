@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from teraplan.errors import ConfigError
-from teraplan.hardware import Hardware, Tier
-from teraplan.memory_curve import Curve, device_curve, fixed_curve, peak
-from teraplan.placed_step import HostWork, PlacedStep
-from teraplan.plan import HostUpdate, Migration, Prediction, Recomputation
-from teraplan.recomputed_step import recomputed_step
-from teraplan.run_record import Direction, StallRecord, TransferRecord
-from teraplan.simulator import LONGEST_NS, Simulator, Timing, Transfer
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import Curve, device_curve, fixed_curve, peak
+from teraplan.simulation.placed_step import HostWork, PlacedStep
+from teraplan.simulation.simulator import LONGEST_NS, Simulator, Timing, Transfer
 from teraplan.units import format_ns
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.plan import HostUpdate, Migration, Prediction, Recomputation
+from teraplan.values.recomputed_step import recomputed_step
+from teraplan.values.run_record import Direction, StallRecord, TransferRecord
+from teraplan.values.step_trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from teraplan.hardware import Tier
+from teraplan.values.hardware import Tier
 
 
 class Direction(StrEnum):

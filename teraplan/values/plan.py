@@ -24,9 +24,9 @@ Both parts start at `leave` and at `back`; `gone` and `needed` wait for the late
 
 from dataclasses import dataclass, field
 
-from teraplan.hardware import Budgets, Hardware, Tier
-from teraplan.recomputed_step import recomputed_step
-from teraplan.step_trace import StepTrace
+from teraplan.values.hardware import Budgets, Hardware, Tier
+from teraplan.values.recomputed_step import recomputed_step
+from teraplan.values.step_trace import StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,16 @@ their way out, and of parameters that came early, are counted beside it.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from teraplan.hardware import Tier
-from teraplan.memory_curve import Curve, fixed_curve, managed_curve, sum_ranges, tier_curve
-from teraplan.plan import HostUpdate, Migration
-from teraplan.step_trace import StepTrace, Tensor, Update
+from teraplan.simulation.memory_curve import (
+    Curve,
+    fixed_curve,
+    managed_curve,
+    sum_ranges,
+    tier_curve,
+)
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import HostUpdate, Migration
+from teraplan.values.step_trace import StepTrace, Tensor, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.lifetimes import Floats, Ints, Lifetimes
-from teraplan.memory_curve import Curve
+from teraplan.simulation.lifetimes import Floats, Ints, Lifetimes
+from teraplan.simulation.memory_curve import Curve
 
 FEW_SITES = 40
 """Sites up to which each of them is a checkpoint, with parts of its own."""

@@ -6,8 +6,8 @@ Like `check_plan` it shares no code with what it checks.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from teraplan.plan import Plan
-from teraplan.violations import Violation, ViolationKind
+from teraplan.checker.violations import Violation, ViolationKind
+from teraplan.values.plan import Plan
 
 
 def check_recomputed(plan: Plan) -> Iterator[Violation]:

@@ -8,11 +8,11 @@ One step per line. Transfers and stalls are rows of columns in the order of the 
 from collections.abc import Sequence
 from pathlib import Path
 
-from teraplan.hardware import Tier
-from teraplan.json_files import Node, load, require_schema, write_object
-from teraplan.plan import Plan
-from teraplan.plan_file import PLAN_FIELDS, decode_plan, encode_plan, plan_in
-from teraplan.run_record import Direction, RunRecord, StallRecord, TransferRecord
+from teraplan.files.json_files import Node, load, require_schema, write_object
+from teraplan.files.plan_file import PLAN_FIELDS, decode_plan, encode_plan, plan_in
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Plan
+from teraplan.values.run_record import Direction, RunRecord, StallRecord, TransferRecord
 
 SCHEMA = "teraplan.runs"
 # 1 (2026-11): first version.

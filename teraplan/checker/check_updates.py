@@ -6,9 +6,9 @@ Like `check_plan` it shares no code with what it checks.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from teraplan.plan import HostUpdate, Plan
-from teraplan.step_trace import Tensor, Update
-from teraplan.violations import Violation, ViolationKind
+from teraplan.checker.violations import Violation, ViolationKind
+from teraplan.values.plan import HostUpdate, Plan
+from teraplan.values.step_trace import Tensor, Update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

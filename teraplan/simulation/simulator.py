@@ -30,14 +30,11 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from teraplan.channels import NOTHING, Channels, slots_of, speeds
 from teraplan.errors import ConfigError
-from teraplan.hardware import Hardware, Link, Tier
-from teraplan.lifetimes import Ints, site_times
-from teraplan.placed_step import HostWork
-from teraplan.plan import Migration
-from teraplan.run_record import Direction
-from teraplan.step_events import (
+from teraplan.simulation.channels import NOTHING, Channels, slots_of, speeds
+from teraplan.simulation.lifetimes import Ints, site_times
+from teraplan.simulation.placed_step import HostWork
+from teraplan.simulation.step_events import (
     QUEUE,
     QUEUE_BOTH,
     WAIT,
@@ -45,7 +42,10 @@ from teraplan.step_events import (
     Moves,
     StepEvents,
 )
-from teraplan.step_trace import StepTrace
+from teraplan.values.hardware import Hardware, Link, Tier
+from teraplan.values.plan import Migration
+from teraplan.values.run_record import Direction
+from teraplan.values.step_trace import StepTrace
 
 LONGEST_NS = 1 << 53
 """Steps that end after this, 104 days, count as this long: up to there floats tell nanoseconds."""

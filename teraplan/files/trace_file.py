@@ -20,8 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from teraplan.errors import FileFormatError
-from teraplan.json_files import Node, load_object, write_object
-from teraplan.step_trace import (
+from teraplan.files.json_files import Node, load_object, write_object
+from teraplan.values.step_trace import (
     Fingerprint,
     Recompute,
     Site,

@@ -11,8 +11,8 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.memory_curve import Curve, device_curve, managed_curve, touched_curve
-from teraplan.step_trace import StepTrace
+from teraplan.simulation.memory_curve import Curve, device_curve, managed_curve, touched_curve
+from teraplan.values.step_trace import StepTrace
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.hardware import Tier
-from teraplan.plan import Migration
-from teraplan.step_trace import StepTrace
 from teraplan.units import format_nbytes
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
+from teraplan.values.step_trace import StepTrace
 
 Curve = npt.NDArray[np.int64]
 

@@ -8,14 +8,14 @@ simulated times are only looked at for being possible.
 
 from collections.abc import Iterator, Sequence
 
-from teraplan.check_recomputed import check_recomputed, with_recomputed
-from teraplan.check_updates import DeviceView, check_updates
+from teraplan.checker.check_recomputed import check_recomputed, with_recomputed
+from teraplan.checker.check_updates import DeviceView, check_updates
+from teraplan.checker.violations import Violation, ViolationKind
 from teraplan.errors import InvalidPlanError
-from teraplan.hardware import Tier
-from teraplan.plan import Migration, Plan
-from teraplan.step_trace import StepTrace, Tensor, TensorKind, wrong_updates
 from teraplan.units import format_nbytes
-from teraplan.violations import Violation, ViolationKind
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration, Plan
+from teraplan.values.step_trace import StepTrace, Tensor, TensorKind, wrong_updates
 
 
 def require_valid(plan: Plan) -> None:

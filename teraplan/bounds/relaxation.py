@@ -32,14 +32,14 @@ from typing import final
 
 import numpy as np
 
-from teraplan.bound import links_of, step_bound_ns
-from teraplan.channels import slots_of, speeds
-from teraplan.checkpoints import Group, Parts, Span, groups_of, parts_of
+from teraplan.bounds.bound import links_of, step_bound_ns
+from teraplan.bounds.checkpoints import Group, Parts, Span, groups_of, parts_of
 from teraplan.errors import ConfigError
-from teraplan.hardware import Hardware, Tier
-from teraplan.lifetimes import Lifetimes
-from teraplan.memory_curve import Curve
-from teraplan.run_record import Direction
+from teraplan.simulation.channels import slots_of, speeds
+from teraplan.simulation.lifetimes import Lifetimes
+from teraplan.simulation.memory_curve import Curve
+from teraplan.values.hardware import Hardware, Tier
+from teraplan.values.run_record import Direction
 
 CHECKPOINTS = 20
 """Checkpoints of a step of many sites."""

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import final
 
-from teraplan.hardware import HostCores, Link, Tier
-from teraplan.run_record import Direction
+from teraplan.values.hardware import HostCores, Link, Tier
+from teraplan.values.run_record import Direction
 
 Slot = int
 """Two for each tier: out is even, back is odd; the last is that of the host's cores."""

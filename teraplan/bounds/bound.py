@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.hardware import Hardware, Link, Tier
-from teraplan.lifetimes import Lifetimes
-from teraplan.memory_curve import Curve, sum_columns
-from teraplan.placed_step import held_bytes, work_bytes
-from teraplan.step_trace import TensorKind
+from teraplan.simulation.lifetimes import Lifetimes
+from teraplan.simulation.memory_curve import Curve, sum_columns
+from teraplan.simulation.placed_step import held_bytes, work_bytes
+from teraplan.values.hardware import Hardware, Link, Tier
+from teraplan.values.step_trace import TensorKind
 
 
 def step_bound_ns(

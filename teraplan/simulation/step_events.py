@@ -17,11 +17,11 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.channels import NOTHING, Slot
-from teraplan.hardware import Tier
-from teraplan.lifetimes import Ints
-from teraplan.placed_step import HostWork
-from teraplan.plan import Migration
+from teraplan.simulation.channels import NOTHING, Slot
+from teraplan.simulation.lifetimes import Ints
+from teraplan.simulation.placed_step import HostWork
+from teraplan.values.hardware import Tier
+from teraplan.values.plan import Migration
 
 QUEUE, WAIT, QUEUE_BOTH, WAIT_BOTH, QUEUE_AFTER = range(5)
 """Actions. BOTH: of a tensor in two tiers, whose second part has the next number. AFTER: of the
