@@ -12,7 +12,7 @@ import torch
 
 from teraplan import backend
 from teraplan.config import Config
-from teraplan.planners import small_step
+from teraplan.planners import small_step, stall_driven
 from teraplan.runtime.session import plan_maker
 from teraplan.runtime.state import host_choice
 from teraplan.runtime.storage import Storage, default_directory
@@ -46,7 +46,10 @@ def alone() -> Iterator[None]:
     gc.freeze()  # what is still there is no garbage, and no test's training state
     with pytest.MonkeyPatch.context() as patch:  # as much as what a small model saves
         patch.setattr(plan_maker, "MEASURED_WITHIN_BYTES", 0)
-        patch.setattr(small_step, "_SIMULATIONS", 20)  # any plan will do, and the best takes time
+        # Any plan will do, and the best takes time.
+        patch.setattr(small_step, "_SIMULATIONS", 5)
+        patch.setattr(stall_driven, "_WORK", 0)
+        patch.setattr(stall_driven, "_RUNGS", 1)
         yield
     forget_everything()
 
