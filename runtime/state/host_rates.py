@@ -14,8 +14,8 @@ import torch
 from teraplan.planners.update_share import UpdateRates, share_on_host
 from teraplan.runtime.device import Device
 from teraplan.runtime.state.host_state import send_to
-from teraplan.runtime.state.per_parameter import plain_step
 from teraplan.runtime.state.stand_in import parameters_of, stand_in, values_to_host
+from teraplan.runtime.state.update_trial import plain_step
 from teraplan.units import MIB, format_bandwidth
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from teraplan.runtime.host_lane import HostLane, Wait
 from teraplan.runtime.state.host_memory import host_bytes
 from teraplan.runtime.state.host_state import HostState, State
 from teraplan.runtime.state.host_twins import Sent, Twin, twins_in
-from teraplan.runtime.state.per_parameter import plain_step
 from teraplan.runtime.state.stand_in import Values, stand_in, values_beside_state, values_to_host
+from teraplan.runtime.state.update_trial import plain_step
 from teraplan.units import format_nbytes
 
 Optimizer = torch.optim.Optimizer

@@ -25,7 +25,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from teraplan.config import Config
-from teraplan.errors import TeraplanError, UnsupportedError
+from teraplan.errors import TeraplanError
 from teraplan.runtime.device import Device
 from teraplan.runtime.host_lane import PlainLane
 from teraplan.runtime.process import census
@@ -38,9 +38,10 @@ from teraplan.runtime.state.host_twins import Sent
 from teraplan.runtime.state.host_worker import HostWorker
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.state.per_parameter import (
+    KEPT_FOR_ALL,
     draws_random_numbers,
-    plain_step,
-    updates_each_by_itself,
+    not_by_itself,
+    why_not_by_itself,
 )
 from teraplan.runtime.state.stand_in import (
     equal,
@@ -60,6 +61,7 @@ from teraplan.runtime.state.step_hooks import (
     put_innermost,
     steps_another,
 )
+from teraplan.runtime.state.update_trial import plain_step
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +188,7 @@ class HostUpdates:
         if left is not None and made is not None:
             found = values_beside_state(made)
             if not all(equal(values, found) for values in known.values):
-                raise UnsupportedError(_not_by_itself(optimizer))
+                raise not_by_itself(optimizer, KEPT_FOR_ALL, _REMEDY)
             take_over(left, made)
             if known.has_new_state:
                 known.has_new_state = False
@@ -256,8 +258,8 @@ class HostUpdates:
         why = ""
         if keeps_tensors_beside_state(optimizer):
             why = "keeps tensors in containers beside its state"
-        elif not updates_each_by_itself(optimizer, args, kwargs, remedy=_REMEDY):
-            raise UnsupportedError(_not_by_itself(optimizer))
+        elif why_not := why_not_by_itself(optimizer, args, kwargs, remedy=_REMEDY):
+            raise not_by_itself(optimizer, why_not, _REMEDY)
         elif draws_random_numbers(optimizer, args, kwargs):
             why = "draws random numbers, which the host would draw in another order"
         known.tried, known.refused = True, bool(why)
@@ -379,11 +381,3 @@ class HostUpdates:
         for parameter in step.unfit:
             self.placement.give_up(optimizer, parameter)
         self.last = HostReport(len(step.updated), step.num_sent, step.busy_ns, waited_ns)
-
-
-def _not_by_itself(optimizer: Optimizer) -> str:
-    return (
-        f"{type(optimizer).__name__} does not update each parameter by itself: what it keeps "
-        "beside its state, or a parameter's new value, depends on the other parameters, some of "
-        f"which are updated on the host; {_REMEDY}"
-    )

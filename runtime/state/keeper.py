@@ -61,7 +61,7 @@ class StateKeeper:
         self._updates_in_step = ""
         """Why no parameter is updated in the backward although they are to be."""
         self._tensors_at_once, self._num_temporaries = _TENSORS_AT_ONCE, TEMPORARIES
-        self._largest_bytes = self._together_bytes = 0
+        self._largest_bytes = self._largest_trained_bytes = self._together_bytes = 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
         """Those that there were when the first graph was compiled."""
         self._met = WeakIdKeyDictionary()
@@ -156,7 +156,7 @@ class StateKeeper:
     def update_bytes(self) -> int:
         """What an update needs beside the state: of one parameter, or of all where they stay."""
         of_all = 0 if self.moves else self._together_bytes
-        return max(self._num_temporaries * self._largest_bytes, of_all)
+        return max(self._num_temporaries * self._largest_trained_bytes, of_all)
 
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
@@ -214,7 +214,9 @@ class StateKeeper:
             if budget is not None:
                 here = sum(p.nbytes for p in parameters if not p.is_meta)
                 self._open(budget - (self._device.state_bytes() - here))
+        trained = (p.nbytes for p in parameters if p.requires_grad)
         self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
+        self._largest_trained_bytes = max([self._largest_trained_bytes, *trained])
         if self.may_start:
             self._met.update(dict.fromkeys(parameters))
         if self.state is not None:
@@ -258,7 +260,7 @@ class StateKeeper:
         at_once = self._tensors_at_once
         if self._config.update == "gradient":  # temporaries, while graphs have their own memory
             at_once += TEMPORARIES
-        return at_once * self._largest_bytes
+        return max(at_once * self._largest_trained_bytes, self._largest_bytes)
 
     def _budget_bytes(self, meta_bytes: int) -> int | None:
         """The device budget if the state is to move under it, else None."""

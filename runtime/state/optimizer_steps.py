@@ -17,12 +17,15 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from teraplan.errors import UnsupportedError
 from teraplan.runtime.state import attachment, hidden_state
 from teraplan.runtime.state.gradient_updates import GradientUpdates
 from teraplan.runtime.state.host_state import is_updated_on_host
 from teraplan.runtime.state.movable import is_plain
-from teraplan.runtime.state.per_parameter import updates_each_by_itself
+from teraplan.runtime.state.per_parameter import (
+    KEPT_FOR_ALL,
+    not_by_itself,
+    why_not_by_itself,
+)
 from teraplan.runtime.state.random_numbers import has_drawn, random_state
 from teraplan.runtime.state.sliced_update import Cut, cut_up, step_in_slices
 from teraplan.runtime.state.stand_in import (
@@ -250,12 +253,8 @@ class OptimizerSteps:
     def _try(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if optimizer in self._tried:
             return
-        if not updates_each_by_itself(optimizer, args, kwargs, remedy=attachment.REMEDY):
-            raise UnsupportedError(
-                f"{type(optimizer).__name__} does not update each parameter by itself: with other "
-                "parameters beside it, the same one with the same gradient becomes another, and "
-                f"buckets would change the result; {attachment.REMEDY}"
-            )
+        if why := why_not_by_itself(optimizer, args, kwargs, remedy=attachment.REMEDY):
+            raise not_by_itself(optimizer, why, attachment.REMEDY)
         self._tried.add(optimizer)
 
     def _run(
@@ -287,11 +286,7 @@ class OptimizerSteps:
         """Raise an UnsupportedError if this bucket has left other values than those before it."""
         values = values_beside_state(made)
         if step.values is not None and not equal(step.values, values):
-            raise UnsupportedError(
-                f"{type(made).__name__} does not update each parameter by itself: what it keeps in "
-                "param_groups, in attributes of its own or in state under a name depends on all of "
-                f"them; {attachment.REMEDY}"
-            )
+            raise not_by_itself(made, KEPT_FOR_ALL, attachment.REMEDY)
         step.values = values
 
     def _bring(self, step: _Step, bucket: set[int]) -> Optimizer:

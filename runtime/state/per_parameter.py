@@ -1,60 +1,64 @@
 """Tries on copies whether an optimizer updates each parameter by itself, which buckets rely on.
 
-    a alone          -> a'
-    a and b together -> a' again?     b's gradient is huge: a norm over both would show
+    a alone             -> a'
+    c, b and a together -> a' again?     the others' gradients are huge: a norm over all would show
 
 Those of torch do, but for LBFGS. Others may clip by a norm of all gradients within their step, or
 go by a parameter's place among the others; nothing in them says so.
 """
 
-import copy
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.state.stand_in import (
-    has_tensors_in_containers,
-    stand_in,
-    values_to_host,
-)
+from teraplan.runtime.state.stand_in import equal, parameters_of
+from teraplan.runtime.state.update_trial import ClosureTwiceError, OutOfReachError, UpdateTrial
 
 Optimizer = torch.optim.Optimizer
 
-_LOUDER = 1e4
-_TRIED_ON = "cpu"
-"""Copies of two parameters are in host memory, whatever the device: no memory of it is needed."""
+KEPT_FOR_ALL = (
+    "what it keeps in param_groups, in attributes of its own or in state under a name depends on "
+    "all of them"
+)
+_ENDS = (OutOfReachError, ClosureTwiceError)
+_OF_EACH_SORT = 2
+"""Parameters of each number of dimensions: a norm may be over matrices alone."""
 
 
-def updates_each_by_itself(
+def why_not_by_itself(
     optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any], *, remedy: str
-) -> bool:
-    """False if the update of one parameter depends on another; needs the memory of two small ones.
+) -> str:
+    """Why its update of one parameter depends on others, "" if it does not.
 
-    True without a trial where there is nothing to try: one parameter, an optimizer of torch, or one
-    that knows its parameters by their identities.
+    "" without a trial for optimizers of torch. Takes the memory of a few small parameters.
 
     Raises:
         UnsupportedError: the step fails where others of its parameters are missing; it says what
             `remedy` says.
     """
     if type(optimizer).__module__.startswith("torch.optim"):
-        return True
-    group = max(optimizer.param_groups, key=lambda g: len(_with_gradients(g)))
-    found = sorted(_with_gradients(group), key=lambda p: p.nbytes)[:2]
-    if len(found) < 2 or has_tensors_in_containers(optimizer):
-        return True
-    number = next(i for i, g in enumerate(optimizer.param_groups) if g is group)
-    a, b = found
+        return ""
+    few, many = _to_try(optimizer)
     random = torch.get_rng_state()
     try:
-        alone = _updated(optimizer, number, [a], a, args, kwargs)
-        draws = not torch.equal(random, torch.get_rng_state())
-        torch.set_rng_state(random)
-        # Random numbers are drawn in the order of the parameters: a has to stay the first.
-        order = [a, b] if draws else [b, a]
-        return alone == _updated(optimizer, number, order, a, args, kwargs)
+        try:
+            cut = frozenset(map(id, many)) - frozenset(map(id, few))
+            return _why_not_any(optimizer, many, cut, args, kwargs)
+        except _ENDS:
+            raise
+        except Exception:  # noqa: BLE001  one that needs whole matrices, perhaps
+            torch.set_rng_state(random)
+            return _why_not_any(optimizer, few, frozenset(), args, kwargs)
+    except OutOfReachError:
+        return (
+            "it uses parameters, or changes tensors in containers of its own, that belong to none "
+            "of those in its param_groups, which are a bucket's alone"
+        )
+    except ClosureTwiceError:
+        return "it calls its closure more than once, which updates all parameters in between"
     except Exception as error:
         raise UnsupportedError(
             f"the step of {type(optimizer).__name__} fails for one or two of its parameters alone "
@@ -62,6 +66,12 @@ def updates_each_by_itself(
         ) from error
     finally:
         torch.set_rng_state(random)
+
+
+def not_by_itself(optimizer: Optimizer, why: str, remedy: str) -> UnsupportedError:
+    """What is raised where an optimizer cannot run in parts."""
+    name = type(optimizer).__name__
+    return UnsupportedError(f"{name} does not update each parameter by itself: {why}; {remedy}")
 
 
 def draws_random_numbers(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -73,63 +83,60 @@ def draws_random_numbers(optimizer: Optimizer, args: Sequence[Any], kwargs: dict
         return False
     random = torch.get_rng_state()
     try:
-        for number, group in enumerate(optimizer.param_groups):
-            found = sorted(_with_gradients(group), key=lambda p: p.nbytes)[:1]
-            if found:
-                _updated(optimizer, number, found, found[0], args, kwargs)
+        for group in optimizer.param_groups:
+            for p in sorted(filter(_can_be_tried, group["params"]), key=lambda p: p.nbytes)[:1]:
+                UpdateTrial(optimizer, [p], p).run(args, kwargs)
         return not torch.equal(random, torch.get_rng_state())
     finally:
         torch.set_rng_state(random)
 
 
-def _with_gradients(group: dict[str, Any]) -> list[torch.Tensor]:
-    return [
-        p
-        for p in group["params"]
-        if p.grad is not None and p.grad.layout == p.layout == torch.strided
-    ]
-
-
-def _updated(
+def _why_not_any(
     optimizer: Optimizer,
-    group: int,
-    parameters: Sequence[torch.Tensor],
-    target: torch.Tensor,
+    tried: Sequence[torch.Tensor],
+    cut: Set[int],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-) -> bytes:
-    """The bytes of `target` and its state after a step of copies of `parameters` alone.
-
-    The state tells more: where an update is a gradient's sign, a norm does not show in it.
-    """
-    made = stand_in(optimizer, frozenset())
-    twins = {parameter: _twin(parameter) for parameter in parameters}
-    for parameter, twin in twins.items():
-        assert parameter.grad is not None
-        louder = 1.0 if parameter is target else _LOUDER
-        twin.grad = parameter.grad.detach().to(_TRIED_ON) * louder
-        if parameter in optimizer.state:
-            made.state[twin] = {
-                name: value.to(_TRIED_ON, copy=True)
-                if isinstance(value, torch.Tensor)
-                else copy.copy(value)
-                for name, value in optimizer.state[parameter].items()
-            }
-    made.param_groups[group]["params"] = list(twins.values())
-    values_to_host(made)
-    plain_step(made)(made, *args, **kwargs)
-    changed = [twins[target], *made.state.get(twins[target], {}).values()]
-    tensors = [t.detach().contiguous() for t in changed if isinstance(t, torch.Tensor)]
-    return b"".join(t.flatten().view(torch.uint8).numpy().tobytes() for t in tensors)
+) -> str:
+    """The first reason that one of these gives."""
+    random = torch.get_rng_state()
+    for a in tried:
+        alone = UpdateTrial(optimizer, [a], a, cut=cut)
+        alone.run(args, kwargs)
+        draws = not torch.equal(random, torch.get_rng_state())
+        torch.set_rng_state(random)
+        others = [p for p in tried if p is not a]
+        # Random numbers are drawn in the order of the parameters: a has to stay the first.
+        order = [a, *others] if draws else [*others, a]
+        beside = UpdateTrial(optimizer, order, a, cut=cut)
+        beside.run(args, kwargs)
+        torch.set_rng_state(random)
+        if alone.target_bytes != beside.target_bytes:
+            return "with others beside it, the same one with the same gradient becomes another"
+        if not equal(alone.values, beside.values):
+            return KEPT_FOR_ALL
+    return ""
 
 
-def _twin(parameter: torch.Tensor) -> torch.Tensor:
-    twin = parameter.detach().to(_TRIED_ON, copy=True)
-    if isinstance(parameter, torch.nn.Parameter):
-        return torch.nn.Parameter(twin, requires_grad=parameter.requires_grad)
-    return twin.requires_grad_(parameter.requires_grad)
+def _to_try(optimizer: Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The smallest two parameters; they, and corners of two of each other number of dimensions."""
+    found = sorted(filter(_can_be_tried, parameters_of(optimizer)), key=lambda p: p.nbytes)
+    few = found[:_OF_EACH_SORT]
+    by_sort: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+    for p in found:
+        if len(by_sort[p.ndim]) < _OF_EACH_SORT:
+            by_sort[p.ndim].append(p)
+    several = [p for of_sort in by_sort.values() for p in of_sort]
+    beside = [p for p in several if not any(p is one for one in few)]
+    return few, [*few, *(p for p in beside if _has_corners(optimizer, p))]
 
 
-def plain_step(optimizer: Optimizer) -> Any:  # noqa: ANN401
-    """The function that its class calls `step`, without torch's hooks around it."""
-    return getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+def _has_corners(optimizer: Optimizer, p: torch.Tensor) -> bool:
+    """True if each tensor of its state is a number, or has its shape."""
+    values = optimizer.state.get(p, {}).values()
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return all(t.numel() == 1 or t.shape == p.shape for t in tensors)
+
+
+def _can_be_tried(p: torch.Tensor) -> bool:
+    return p.grad is not None and p.grad.layout == p.layout == torch.strided

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from teraplan.runtime.state.host_twins import is_dense
-from teraplan.runtime.state.per_parameter import plain_step
 from teraplan.runtime.state.stand_in import stand_in, take_values_over
 from teraplan.runtime.state.update_needs import missing_bytes
+from teraplan.runtime.state.update_trial import plain_step
 from teraplan.units import KIB
 
 Optimizer = torch.optim.Optimizer
@@ -190,7 +190,7 @@ def _is_exact(
 ) -> bool:
     """True if slices of the first elements of `p` become what these become as a whole."""
     values = ((name, v) for name, v in group.items() if name != "params")
-    used = tuple((name, bool(v)) for name, v in values)
+    used = tuple((name, _is_on(v)) for name, v in values)
     key = (type(optimizer), p.dtype, used)
     if key not in _exact:
         num = min(p.numel(), 4 * _TRIED)
@@ -205,6 +205,13 @@ def _is_exact(
         after = [cut.state[piece] for piece in cut.param_groups[number]["params"]]
         _exact[key] = all(map(_kept, before, after)) and _equal(plain, cut)
     return _exact[key]
+
+
+def _is_on(value: object) -> bool:
+    """Whether something in a group counts; what is neither number nor text always does."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return bool(value)
+    return bool(value) if isinstance(value, (int, float, str, type(None))) else True
 
 
 def _trial(optimizer: Optimizer, number: int, p: torch.Tensor, num: int) -> Optimizer:

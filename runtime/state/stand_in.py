@@ -37,7 +37,7 @@ def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
     """`optimizer` as it is now, with those parameters whose ids are in `bucket`."""
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
-    made.__dict__.update({name: _copied(value) for name, value in _attributes(optimizer).items()})
+    made.__dict__.update({name: _copied(value) for name, value in attributes_of(optimizer).items()})
     made.param_groups = [
         {name: _copied(value) for name, value in group.items() if name != "params"}
         | {"params": [p for p in group["params"] if id(p) in bucket]}
@@ -71,7 +71,7 @@ def values_beside_state(optimizer: Optimizer) -> Values:
 
     Attributes, what is in `state` under a name, and then what is in each group.
     """
-    found = [{name: _copied(value) for name, value in _attributes(optimizer).items()}]
+    found = [{name: _copied(value) for name, value in attributes_of(optimizer).items()}]
     found.append(_copies_of(_loose(optimizer)))
     for group in optimizer.param_groups:
         found.append({name: _copied(value) for name, value in group.items() if name != "params"})
@@ -120,22 +120,33 @@ def values_to_host(made: Optimizer) -> None:
                 values[name] = value.cpu()
 
 
-def has_tensors_in_containers(optimizer: Optimizer) -> bool:
-    """True if it keeps something of its parameters in containers of its own."""
-    values = _attributes(optimizer).values()
-    return any(not _is_plain(v) and not isinstance(v, torch.Tensor) for v in values)
+def attributes_of(optimizer: Optimizer) -> dict[str, object]:
+    """What it keeps in attributes, beside what every optimizer of torch has there."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _SHARED and not name.startswith("_optimizer_")
+    }
 
 
 def keeps_tensors_beside_state(optimizer: Optimizer) -> bool:
     """True if containers of its own have tensors in them, which are its parameters' perhaps."""
-    return any(_contains_tensors(value) for value in _attributes(optimizer).values())
+    return next(tensors_in_containers(optimizer), None) is not None
 
 
-def _contains_tensors(value: object) -> bool:
-    if isinstance(value, torch.Tensor) or not isinstance(value, (list, tuple, Set, Mapping)):
-        return False
-    inner = [*value, *(value.values() if isinstance(value, Mapping) else ())]
-    return any(isinstance(item, torch.Tensor) or _contains_tensors(item) for item in inner)
+def tensors_in_containers(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors in lists, dicts and the like that are attributes of it."""
+    for value in attributes_of(optimizer).values():
+        if not isinstance(value, torch.Tensor):
+            yield from _tensors_in(value)
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Set, Mapping)):
+        for item in (*value, *(value.values() if isinstance(value, Mapping) else ())):
+            yield from _tensors_in(item)
 
 
 def _write(target: dict[Any, Any], source: dict[Any, Any], left_out: Set[Any]) -> None:
@@ -153,14 +164,6 @@ def _write(target: dict[Any, Any], source: dict[Any, Any], left_out: Set[Any]) -
                     current.copy_(value)
                 continue
         target[name] = value
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, object]:
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in _SHARED and not name.startswith("_optimizer_")
-    }
 
 
 def _loose(optimizer: Optimizer) -> dict[Any, object]:

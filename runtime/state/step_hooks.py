@@ -69,7 +69,7 @@ def called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dic
     """The step's arguments (the optimizer first) with the closure called, and its result kept."""
     kwargs = dict(kwargs)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
+    if not callable(closure):  # none, or something else that a step of a user's own is given
         return args, kwargs
     with torch.enable_grad():
         loss = closure()

@@ -330,3 +330,34 @@ def test_a_refusal_names_tensors_that_something_else_has_where_there_are_some(he
             optimizer.zero_grad()
     assert ("something else has" in str(error.value)) == bool(views)
     assert str(error.value).count("1.83 MiB of it stay") == len(views)
+
+
+class WithATable(MLP):
+    """A frozen table, larger than anything that is trained."""
+
+    ROWS = 8_192
+
+    def __init__(self) -> None:
+        super().__init__(width=128, depth=4, rows=64)
+        self.table = torch.nn.Embedding(self.ROWS, 128).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table(torch.arange(len(x))))
+
+
+def test_what_is_frozen_has_no_gradient_and_no_state_that_would_need_room() -> None:
+    def program(this: Run) -> None:
+        net = WithATable()
+        this.compile(net)
+        optimizer = adamw(p for p in net.parameters() if p.requires_grad)
+        for step in range(4):
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    table_bytes = 4 * WithATable.ROWS * 128
+    reference = within(program, UNLIMITED)
+    assert_same(reference, within(program, table_bytes + MIB, training_state="moves"))
+    assert moves()

@@ -1,0 +1,247 @@
+"""An optimizer's step on copies of a few parameters, in host memory, with nothing else in reach.
+
+    theirs    groups [a b c] [d]    lists, dicts of the optimizer's own
+    trial     groups [a'   ] [d']   what belongs to a or d, by them or their identity: to a' or d'
+
+Whatever else the step touches of the real parameters, or writes into, ends it: what it does then no
+part of it can do alone, and nothing real has changed. Of a large parameter a corner is enough, with
+the same corner of its state.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from teraplan.runtime.state.stand_in import (
+    Values,
+    attributes_of,
+    parameters_of,
+    stand_in,
+    tensors_in_containers,
+    values_beside_state,
+    values_to_host,
+)
+
+Optimizer = torch.optim.Optimizer
+
+_TRIED_ON = "cpu"
+"""Copies are in host memory, whatever the device: no memory of it is needed."""
+_LOUDER = 1e4
+_CORNER = 16
+"""Of a matrix's rows and columns."""
+
+
+class OutOfReachError(Exception):
+    """The step has used what belongs to none of its parameters."""
+
+
+class ClosureTwiceError(Exception):
+    """The step has called its closure again."""
+
+
+@final
+class UpdateTrial:
+    """One step of copies; afterwards `target_bytes` and `values` say what has become of them."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[torch.Tensor],
+        target: torch.Tensor,
+        *,
+        cut: Set[int] = frozenset(),
+    ) -> None:
+        """Copies.
+
+        Args:
+            optimizer: whose step it is.
+            parameters: some of its parameters, in the order in which it is to find them.
+            target: one of them. The gradients of the others are far larger than its own.
+            cut: identities of those of which a corner is taken.
+        """
+        shapes = [corner_shape(p) if id(p) in cut else tuple(p.shape) for p in parameters]
+        twins = [
+            _Twin(p, _copy_of(p, shape, loud=p is not target), shape)
+            for p, shape in zip(parameters, shapes, strict=True)
+        ]
+        self._target = next(twin.made for twin in twins if twin.of is target)
+        self._identities = {id(p) for p in (*parameters_of(optimizer), *(t.made for t in twins))}
+        self._guard = _Guard(optimizer)
+        made = self._made = stand_in(optimizer, frozenset())
+        for name, value in attributes_of(made).items():
+            if isinstance(value, (dict, list, set)):
+                setattr(made, name, _translated(value, twins))
+        for group, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
+            own = {id(p) for p in theirs["params"]}
+            group["params"] = [twin.made for twin in twins if id(twin.of) in own]
+        for twin in twins:
+            if twin.of in optimizer.state:
+                made.state[twin.made] = twin.copied(optimizer.state[twin.of])
+        values_to_host(made)
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Do the step.
+
+        Raises:
+            OutOfReachError: it uses what is no copy.
+            ClosureTwiceError: it calls its closure more than once.
+        """
+        given = [_Once(value) if callable(value) else value for value in args]
+        named = {name: _Once(v) if callable(v) else v for name, v in kwargs.items()}
+        with self._guard:
+            plain_step(self._made)(self._made, *given, **named)
+
+    @property
+    def target_bytes(self) -> bytes:
+        """Of the target and its state: where an update is a gradient's sign, the state tells more
+        than the parameter."""
+        changed = [self._target, *self._made.state.get(self._target, {}).values()]
+        tensors = [t.detach().contiguous() for t in changed if isinstance(t, torch.Tensor)]
+        return b"".join(t.flatten().view(torch.uint8).numpy().tobytes() for t in tensors)
+
+    @property
+    def values(self) -> Values:
+        """What the step has left that is no parameter's."""
+        return [
+            {name: _without(value, self._identities) for name, value in values.items()}
+            for values in values_beside_state(self._made)
+        ]
+
+
+def plain_step(optimizer: Optimizer) -> Any:  # noqa: ANN401
+    """The function that its class calls `step`, without torch's hooks around it."""
+    return getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
+
+
+@final
+class _Once:
+    """A closure whose second call ends the trial."""
+
+    def __init__(self, closure: Any) -> None:  # noqa: ANN401
+        self._closure, self._called = closure, False
+
+    def __call__(self) -> object:
+        if self._called:
+            raise ClosureTwiceError
+        self._called = True
+        return self._closure()
+
+
+@final
+class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets no operation use real parameters, gradients and state, or write what containers have."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._theirs = {_memory(t) for t in _tensors_of(optimizer)}
+        self._readable = {_memory(t) for t in tensors_in_containers(optimizer)} - self._theirs
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        for number, declared in enumerate(func._schema.arguments):
+            alias = declared.alias_info
+            value = args[number] if number < len(args) else kwargs.get(declared.name)
+            forbidden = self._theirs
+            if alias is not None and alias.is_write:
+                forbidden = forbidden | self._readable
+            for tensor in tree_leaves(value):
+                if isinstance(tensor, torch.Tensor) and _memory(tensor) in forbidden:
+                    raise OutOfReachError
+        return func(*args, **kwargs)
+
+
+def _without(value: object, identities: Set[int]) -> object:
+    """Without what a dict has for parameters, or for their identities."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: inner
+        for key, inner in value.items()
+        if not isinstance(key, torch.Tensor) and not (type(key) is int and key in identities)
+    }
+
+
+def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for p in parameters_of(optimizer):
+        yield p
+        if p.grad is not None:
+            yield p.grad
+        yield from (v for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Tells memories of tensors apart; of one that has none, the tensor itself."""
+    strided = tensor.layout == torch.strided
+    return int(tensor.untyped_storage()._cdata) if strided else id(tensor)
+
+
+def corner_shape(p: torch.Tensor) -> tuple[int, ...]:
+    """Of the part of a parameter that is enough to try its update."""
+    return tuple(min(size, _CORNER) for size in p.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Twin:
+    """A copy of a parameter, or of a corner of it."""
+
+    of: torch.Tensor
+    made: torch.Tensor
+    shape: tuple[int, ...]
+
+    def copied(self, value: Any) -> Any:  # noqa: ANN401
+        """Something of the parameter's own, such as its state, for the copy."""
+        if isinstance(value, torch.Tensor):
+            return _corner(value, self.shape if value.shape == self.of.shape else value.shape)
+        if isinstance(value, dict):
+            return {key: self.copied(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [self.copied(inner) for inner in value]
+        return copy.copy(value)
+
+
+def _copy_of(p: torch.Tensor, shape: Sequence[int], *, loud: bool) -> torch.Tensor:
+    made = _corner(p, shape)
+    if isinstance(p, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=p.requires_grad)
+    else:
+        made.requires_grad_(p.requires_grad)
+    assert p.grad is not None
+    gradient = _corner(p.grad, shape)
+    if not gradient.any():  # fresh adapters have none: in a sum it would not be seen
+        numbers = torch.arange(gradient.numel(), device=_TRIED_ON)
+        gradient.copy_((numbers % 7 + 1).mul(1e-2).view(gradient.shape))
+    made.grad = gradient.mul_(_LOUDER) if loud else gradient
+    return made
+
+
+def _corner(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    return tensor.detach()[tuple(map(slice, shape))].to(_TRIED_ON, copy=True)
+
+
+def _translated(container: Any, twins: Sequence[_Twin]) -> Any:  # noqa: ANN401
+    """A copy; in a dict what belongs to a parameter, or to its identity, belongs to its twin."""
+    made = copy.copy(container)
+    if isinstance(made, dict):
+        made.clear()
+        for key, value in container.items():
+            for twin in twins:
+                if key is twin.of:
+                    made[twin.made] = twin.copied(value)
+                    break
+                if type(key) is int and key == id(twin.of):
+                    made[id(twin.made)] = twin.copied(value)
+                    break
+            else:
+                made[key] = value
+    return made
