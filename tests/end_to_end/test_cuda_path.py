@@ -27,7 +27,10 @@ from tests.fakes.slow_link import link_of
 GPT = gpt.GPTConfig(num_layers=2, width=64, context=64, vocab_size=64)
 
 
-SLOW = [pytest.param(tier, marks=pytest.mark.slow) for tier in ("storage", "host")]
+SLOW = [
+    pytest.param("storage", marks=pytest.mark.slow),
+    pytest.param("host", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+]
 
 
 @pytest.fixture(params=["both", *SLOW])

@@ -53,8 +53,15 @@ def test_it_moves_to_host_memory_under_a_plan(kernels: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [adamw, sgd])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("make", "set_to_none"),
+    [
+        (sgd, True),
+        (adamw, False),
+        pytest.param(sgd, False, marks=pytest.mark.exhaustive),
+        pytest.param(adamw, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_accumulation_and_clipping(make: moving.Optimizers, set_to_none: bool) -> None:
     check(training(make, accumulate=2, clip=0.01, set_to_none=set_to_none), budget=7 << 19)
 
@@ -96,7 +103,9 @@ class _Normed(MLP):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "kernels", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), "inductor"]
+)
 def test_weights_that_the_forward_changes(kernels: str) -> None:
     """They leave before it and in it, so a copy from before must not be taken for theirs."""
     program = training(

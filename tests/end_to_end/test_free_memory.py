@@ -53,7 +53,7 @@ def program(this: Run, after_step: Callable[[], None] = lambda: None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["stays", "auto"])
+@pytest.mark.parametrize("state", [pytest.param("stays", marks=pytest.mark.exhaustive), "auto"])
 def test_convolutions_keep_their_budget(state: str) -> None:
     """With the heap's free memory it was 130 to 165 MiB."""
     reference = run(program, device_budget="1000%", kernels="aot_eager")

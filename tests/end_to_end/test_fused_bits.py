@@ -107,14 +107,19 @@ def gated_program(this: Run, *, autocast: bool) -> None:
         this.record(loss, model)
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("program", "budget_bytes"),
     [
-        pytest.param(evaluation_program, 64 << 20, id="evaluation"),
+        pytest.param(evaluation_program, 64 << 20, id="evaluation", marks=EXHAUSTIVE),
         pytest.param(partial(gated_program, autocast=False), 11 << 20, id="bfloat16"),
-        pytest.param(partial(gated_program, autocast=True), 16 << 20, id="autocast"),
+        pytest.param(
+            partial(gated_program, autocast=True), 16 << 20, id="autocast", marks=EXHAUSTIVE
+        ),
     ],
 )
 def test_kernels_are_the_same_under_every_budget(

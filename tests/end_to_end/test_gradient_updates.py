@@ -49,7 +49,12 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "counting": Counting,
 }
 QUICK = ("AdamW",)
-NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+RARE = ("AdamW fused", "Adagrad")
+NAMES = [
+    *QUICK,
+    *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n not in (*QUICK, *RARE)),
+    *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for n in RARE),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +121,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Iterable[Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT, tied embeddings",
+        pytest.param("mixture of experts", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_models(name: str) -> None:
     make_model, batches = MODELS[name]
 

@@ -56,8 +56,14 @@ def test_optimizers(name: str) -> None:
     check(training(OPTIMIZERS[name]))
 
 
+RARE = ("RMSprop", "NAdam", "RAdam")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive) if n in RARE else n for n in MORE],
+)
 def test_more_optimizers(name: str) -> None:
     check(training(MORE[name]))
 

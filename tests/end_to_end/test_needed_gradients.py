@@ -87,10 +87,20 @@ AT_STEP: dict[str, tuple[Step, str]] = {
     "optimizer state": (damping, "optimizer state is changed between"),
 }
 QUICK_AT_STEP = ("clip_grad_norm_",)
+RARE_AT_STEP = ("clamp of data", "clipping that changes nothing", "a scale of 1", "dropped")
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK_AT_STEP else pytest.param(n, marks=pytest.mark.slow) for n in AT_STEP]
+    "name",
+    [
+        *QUICK_AT_STEP,
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in AT_STEP
+            if n not in (*QUICK_AT_STEP, *RARE_AT_STEP)
+        ),
+        *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for n in RARE_AT_STEP),
+    ],
 )
 def test_what_needs_gradients_updates_at_the_step_and_says_so(name: str) -> None:
     step_of, reason = AT_STEP[name]

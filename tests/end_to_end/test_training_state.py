@@ -46,7 +46,12 @@ OPTIMIZERS: dict[str, Optimizers] = {
 }
 
 
-NAMES = [n if n == "AdamW" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+RARE = ("Adagrad", "RMSprop", "NAdam", "RAdam")
+NAMES = [
+    "AdamW",
+    *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n not in (*RARE, "AdamW")),
+    *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for n in RARE),
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -134,6 +134,9 @@ def test_more_random_graphs(seed: int, peak_memory_order: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(101, 121))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(101, 107), *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(107, 121))],
+)
 def test_more_random_graphs_without_kernel_fusion(seed: int) -> None:
     check(seed, kernels="aot_eager")
