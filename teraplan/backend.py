@@ -26,12 +26,14 @@ from teraplan.passes.recipes import compile_recipe
 from teraplan.passes.streams import require_one_stream
 from teraplan.runnable_graph import RunnableGraph
 from teraplan.runtime.open_device import open_device, with_index
+from teraplan.runtime.process import fallbacks
 from teraplan.runtime.process.dump_signal import dump_on_signal
-from teraplan.runtime.session.compiled_modules import compiled_modules
+from teraplan.runtime.session.compiled_modules import compiled_modules, configs_of
 from teraplan.runtime.session.replay import configured_for, replayed_plan
 from teraplan.runtime.session.session import Session
 from teraplan.runtime.state import optimizer_steps
 from teraplan.runtime.state.materialize import materialize as give_memory
+from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.values.status import Status
 
 log = logging.getLogger(__name__)
@@ -108,7 +110,9 @@ def sessions() -> list[Session]:
 def current_status() -> Status:
     """Status of the session that ran last, or of none."""
     latest = max(sessions(), key=lambda s: s.last_used_ns, default=None)
-    return latest.status() if latest is not None else Status(phase="idle")
+    if latest is None:
+        return Status(phase="idle", fallbacks=tuple(_uncompiled))
+    return latest.status()
 
 
 def current_dump() -> str:
@@ -196,6 +200,21 @@ def _shape(value: Any) -> object:
         names, _ = value.__tensor_flatten__()
         return tuple(_shape(getattr(value, name)) for name in names)
     return value.shape if isinstance(value, torch.Tensor) else value
+
+
+_uncompiled: dict[str, None] = {}
+"""What has been said of models of which nothing is compiled."""
+
+
+def train_uncompiled(optimizer: torch.optim.Optimizer, what: str) -> None:
+    """An optimizer steps, and there is no graph that runs under a budget: the status tells.
+
+    Raises:
+        FallbackRefusedError: it trains a module that was to be compiled with `strict`.
+    """
+    _uncompiled[what] = None
+    strict = any(config.strict for config in configs_of(parameters_of(optimizer)))
+    fallbacks.allow(what, strict=strict)
 
 
 def has_compiled() -> bool:

@@ -11,15 +11,25 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from teraplan.backend import has_compiled, teraplan
+from teraplan.backend import has_compiled, teraplan, train_uncompiled
 
 __all__ = ["teraplan"]
 
 log = logging.getLogger(__name__)
 
+_NOTHING_COMPILED = (
+    "an optimizer steps, and no graph has been compiled: the memory budget holds for nothing. "
+    "PyTorch skips some models: a bare nn.Sequential or nn.Linear with model.compile(...) (use "
+    'torch.compile(model, backend="teraplan") or a module of your own), recurrent ones such as '
+    "nn.LSTM, and a function with a graph break in a loop; TORCH_LOGS=graph_breaks tells why"
+)
+
 
 def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
-    """Warn when the next optimizer steps, of whatever model, if there is no compiled graph yet."""
+    """Warn when the next optimizer steps, of whatever model, if there is no compiled graph yet.
+
+    That step raises a FallbackRefusedError where its model was to be compiled with `strict`.
+    """
     told = waited = False
 
     def before(
@@ -34,14 +44,8 @@ def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
             waited = True  # a closure: its forward is still to come
             return
         if not is_in_use():
-            log.warning(
-                "an optimizer steps, and no graph has been compiled: the memory budget holds "
-                "for nothing. PyTorch skips some models: a bare nn.Sequential or nn.Linear with "
-                'model.compile(...) (use torch.compile(model, backend="teraplan") or a module of '
-                "your own), recurrent ones such as nn.LSTM, and a function with a graph break in a "
-                "loop; TORCH_LOGS=graph_breaks tells why. If this step is another model's, all is "
-                "well"
-            )
+            log.warning("%s. If this step is another model's, all is well", _NOTHING_COMPILED)
+            train_uncompiled(optimizer, _NOTHING_COMPILED)
         told = True
 
     register_optimizer_step_pre_hook(before)

@@ -5,9 +5,10 @@ users compile block by block, or where the graph breaks.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 
@@ -22,6 +23,16 @@ def compiled_modules(config: Config) -> Iterator[nn.Module]:
         context = _context(module)
         if context is not None and _config(context) == config:
             yield module
+
+
+def configs_of(parameters: Iterable[torch.Tensor]) -> Iterator[Config]:
+    """What modules with some of these parameters are compiled under. Walks all objects."""
+    known = set(map(id, parameters))
+    for module in census.modules():
+        context = _context(module)
+        config = None if context is None else _config(context)
+        if config is not None and not known.isdisjoint(map(id, module.parameters())):
+            yield config
 
 
 def _context(module: nn.Module) -> OptimizeContext | None:

@@ -210,7 +210,7 @@ class StateKeeper:
         """These, on the device or on the meta device, are to be trained."""
         if not self._decided:
             self._decided = True
-            budget = self._budget_bytes(sum(p.nbytes for p in parameters if p.is_meta))
+            budget = self._budget_bytes(sum(_with_state(p) for p in parameters if p.is_meta))
             if budget is not None:
                 here = sum(p.nbytes for p in parameters if not p.is_meta)
                 self._open(budget - (self._device.state_bytes() - here))
@@ -268,7 +268,7 @@ class StateKeeper:
         if config.training_state == "stays" or config.device_budget is None:
             return None
         whole = device.state_bytes() + sum(census.missing_nbytes(device.type))
-        whole += _TENSORS_AT_ONCE * meta_bytes
+        whole += meta_bytes
         budget = config.device_budget.resolve(whole)
         # Where the state has room, to move activations alone is faster.
         fits = config.device_budget.nbytes is None or whole <= budget
@@ -313,6 +313,11 @@ def _optimizers_of(parameters: Iterable[torch.Tensor]) -> Iterator[torch.optim.O
     for optimizer in census.optimizers():
         if not known.isdisjoint(map(id, parameters_of(optimizer))):
             yield optimizer
+
+
+def _with_state(p: torch.Tensor) -> int:
+    """Bytes of a parameter with its gradient and state to come."""
+    return p.nbytes * (_TENSORS_AT_ONCE if p.requires_grad else 1)
 
 
 def _parameters(values: Iterable[object]) -> list[torch.Tensor]:

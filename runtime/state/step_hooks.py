@@ -3,7 +3,8 @@
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
 
@@ -52,10 +53,17 @@ _STEP_WITH_HOOKS = next(
 
 def steps_another(optimizer: Optimizer) -> bool:
     """True for one around another, such as Lookahead: what is moved is that other one's."""
-    return any(
-        isinstance(value, Optimizer) and value is not optimizer
-        for value in vars(optimizer).values()
-    )
+    return any(one is not optimizer for one in _optimizers_in(list(vars(optimizer).values())))
+
+
+def _optimizers_in(value: object) -> Iterator[Optimizer]:
+    """Also those in containers."""
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, (list, tuple, set)):
+        yield from chain.from_iterable(map(_optimizers_in, value))
+    elif isinstance(value, dict):
+        yield from _optimizers_in(list(value.values()))
 
 
 def put_in_order(optimizer: Optimizer) -> None:

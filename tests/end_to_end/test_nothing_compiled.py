@@ -34,6 +34,21 @@ def test_the_first_step_of_an_optimizer_tells(
         assert not caplog.text, "once is enough"
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_status_tells_too_and_strict_refuses(strict: bool) -> None:
+    nets = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    for net, options in zip(nets, ({"strict": strict}, {"strict": True}), strict=True):
+        net.compile(backend="teraplan", options=options)
+    warn_at_first_step(lambda: False)
+    optimizer = torch.optim.SGD(nets[0].parameters(), lr=0.1)
+    if strict:
+        with pytest.raises(FallbackRefusedError, match="no graph has been compiled"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert "no graph has been compiled" in str(teraplan.status().fallbacks)
+
+
 def test_a_closure_is_given_the_chance_to_compile(caplog: pytest.LogCaptureFixture) -> None:
     """Its forward is within the optimizer's step, and so after the hooks of the first one."""
     compiled: list[str] = []

@@ -132,6 +132,26 @@ def test_an_optimizer_around_another() -> None:
     check(training(lambda p: Lookahead(adamw(p))))
 
 
+class Both(torch.optim.Optimizer):
+    """Steps one optimizer for the matrices and one for the rest, both in a list."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        every = list(parameters)
+        super().__init__(every, {})
+        matrices, others = ([p for p in every if (p.ndim > 1) is two] for two in (True, False))
+        self.all_of_them = [adamw(matrices), torch.optim.SGD(others, lr=0.1)]  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for optimizer in self.all_of_them:
+            optimizer.step()
+
+
+@pytest.mark.slow
+def test_an_optimizer_around_several() -> None:
+    check(training(Both))
+
+
 class Clipping(Lion):
     """Clips by the norm of all gradients within its step, as some LAMBs do."""
 
