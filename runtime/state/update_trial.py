@@ -91,9 +91,13 @@ class UpdateTrial:
             OutOfReachError: it uses what is no copy.
             ClosureTwiceError: it calls its closure more than once.
         """
-        given = [_Once(value) if callable(value) else value for value in args]
-        named = {name: _Once(v) if callable(v) else v for name, v in kwargs.items()}
-        with self._guard:
+        given, named = list(args), dict(kwargs)
+        if "closure" in named:
+            named["closure"] = _once(named["closure"])
+        elif given:
+            given[0] = _once(given[0])
+        # Copies are no shapes to compile anything for.
+        with torch.compiler.set_stance("force_eager"), self._guard:
             plain_step(self._made)(self._made, *given, **named)
 
     @property
@@ -118,18 +122,19 @@ def plain_step(optimizer: Optimizer) -> Any:  # noqa: ANN401
     return getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
 
 
-@final
-class _Once:
-    """A closure whose second call ends the trial."""
+def _once(closure: Any) -> Any:  # noqa: ANN401
+    """A closure whose second call ends the trial; what is none, as it is."""
+    if not callable(closure):
+        return closure
+    called: list[bool] = []
 
-    def __init__(self, closure: Any) -> None:  # noqa: ANN401
-        self._closure, self._called = closure, False
-
-    def __call__(self) -> object:
-        if self._called:
+    def call() -> object:
+        if called:
             raise ClosureTwiceError
-        self._called = True
-        return self._closure()
+        called.append(True)
+        return closure()
+
+    return call
 
 
 @final
@@ -152,13 +157,14 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, declared in enumerate(func._schema.arguments):
             alias = declared.alias_info
             value = args[number] if number < len(args) else kwargs.get(declared.name)
-            forbidden = self._theirs
-            if alias is not None and alias.is_write:
-                forbidden = forbidden | self._readable
+            writes = alias is not None and alias.is_write
             for tensor in tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and _memory(tensor) in forbidden:
+                if isinstance(tensor, torch.Tensor) and self._forbids(_memory(tensor), writes):
                     raise OutOfReachError
         return func(*args, **kwargs)
+
+    def _forbids(self, memory: int, writes: bool) -> bool:
+        return memory in self._theirs or (writes and memory in self._readable)
 
 
 def _without(value: object, identities: Set[int]) -> object:

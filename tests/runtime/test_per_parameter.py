@@ -94,6 +94,27 @@ class Orthogonal(Plain):
         return product
 
 
+_traced: list[int] = []
+
+
+def _tracing(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+    _traced.append(len(graph.graph.nodes))
+    return graph.forward
+
+
+@torch.compile(fullgraph=True, backend=_tracing)
+def _halved(gradient: Tensor) -> Tensor:
+    return gradient * 0.5
+
+
+class Compiled(Plain):
+    """A function that is compiled makes its direction."""
+
+    def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
+        halved: Tensor = _halved(gradient)
+        return halved
+
+
 class WholeMatrices(Plain):
     """Takes matrices of a given size only."""
 
@@ -103,13 +124,14 @@ class WholeMatrices(Plain):
 
 @pytest.mark.parametrize(
     "make",
-    [Plain, ByParameter, ByIdentity, MadeLater, Constants, Orthogonal, WholeMatrices],
+    [Plain, ByParameter, ByIdentity, MadeLater, Constants, Orthogonal, WholeMatrices, Compiled],
 )
 @pytest.mark.parametrize("each", [False, True])
 def test_these_do(make: Make, each: bool) -> None:
     optimizer, before = _made(make, each)
     assert why_not_by_itself(optimizer, (), {}, remedy="") == ""
     assert _bytes(optimizer) == before
+    assert not _traced, "nothing is compiled for copies"
 
 
 class OwnList(Plain):
