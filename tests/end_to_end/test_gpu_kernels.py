@@ -11,6 +11,7 @@ from teraplan.passes.lowering import INDUCTOR_CONFIG
 from tests.end_to_end.training import MLP
 
 
+@pytest.mark.slow
 def test_what_comes_back_counts_as_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else kernels would load it element by element: the token is on the CPU, and not aligned."""
 

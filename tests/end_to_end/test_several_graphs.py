@@ -165,6 +165,7 @@ def _least(program: Program) -> tuple[int, list[str]]:
     return budget - others, _left_to_eager_code(limited)
 
 
+@pytest.mark.slow
 def test_blocks_compiled_one_by_one_need_less_than_all_of_their_parameters() -> None:
     least, told = _least(one_by_one(depth=24))
     assert least < 20 * LAYER_BYTES

@@ -187,6 +187,7 @@ def test_no_part_is_planned_once_it_is_late() -> None:
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_a_small_step_takes_few_simulations(simulated: list[object]) -> None:
     """Where tensors can be computed again and split, and lower budgets are tried."""
     trace = gpt_trace(1, micro_batches=2, state_bytes=0)
