@@ -187,6 +187,7 @@ def test_a_tighter_bound(trace: str, tmp_path: Path) -> None:
     assert quick.bound_ns < tight.bound_ns <= tight.step_ns == quick.step_ns
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_estimate_tells_what_would_help(capsys: Captured) -> None:
     small = ["--hardware", "rtx-4090:ssd=1:host=1GiB", "--device-budget", "75%"]

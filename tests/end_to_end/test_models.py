@@ -27,6 +27,7 @@ def test_plain_mlp_saves_its_own_input() -> None:
 _twenty = functools.partial(training, steps=STEPS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_gpt_with_dropout() -> None:
     config = dataclasses.replace(GPT, dropout=0.1)
@@ -34,7 +35,13 @@ def test_gpt_with_dropout() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"tie_embeddings": True}, {"checkpoint": True, "dropout": 0.1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"tie_embeddings": True}, marks=pytest.mark.exhaustive),
+        {"checkpoint": True, "dropout": 0.1},
+    ],
+)
 def test_gpt_variants(change: dict[str, Any]) -> None:
     config = dataclasses.replace(GPT, num_layers=3, **change)
     check(
@@ -110,6 +117,7 @@ def test_huggingface_llama() -> None:
     check(_twenty(lambda: _WithLabels(_llama()), batches, loss_of=_loss_of), *BUDGETS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_huggingface_t5() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
@@ -125,6 +133,7 @@ def test_huggingface_t5() -> None:
     check(_twenty(make, lambda step: (_tokens(step, (8, 48)),), loss_of=_loss_of), *FEWER)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_experts_with_data_dependent_routing() -> None:
     """Sizes differ from step to step, so no plan is exact: only the numbers have to be."""

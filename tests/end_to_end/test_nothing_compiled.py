@@ -116,6 +116,7 @@ def test_gradients_within_a_graph_that_is_trained_are_all_right() -> None:
     assert teraplan.status().sites > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_only_for_our_backend_and_only_where_nothing_is_compiled() -> None:
     """In a process that has imported teraplan for its status."""

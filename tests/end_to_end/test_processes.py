@@ -44,7 +44,12 @@ _EXPECTED = {"ends": 0, "raises": 1, "exits": 3, "killed": -signal.SIGKILL}
 
 @pytest.mark.parametrize(
     "how",
-    ["killed", *(pytest.param(h, marks=pytest.mark.slow) for h in ("ends", "raises", "exits"))],
+    [
+        "killed",
+        pytest.param("raises", marks=pytest.mark.slow),
+        pytest.param("ends", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param("exits", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
 )
 def test_nothing_is_left_in_the_storage_directory(how: str, disk: Path) -> None:
     done = subprocess.run(

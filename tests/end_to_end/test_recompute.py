@@ -109,7 +109,7 @@ def test_gpt(reference: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ("kernels", "update"),
     [
         ("aot_eager", "step"),
-        ("aot_eager", "gradient"),
+        pytest.param("aot_eager", "gradient", marks=pytest.mark.exhaustive),
         pytest.param("inductor", "step", marks=pytest.mark.exhaustive),
     ],
 )

@@ -190,6 +190,7 @@ def test_graphs_behind_a_break_need_less_than_all_of_their_parameters() -> None:
     assert told[0].startswith("8 parameters (8.00 MiB) are used by no compiled graph")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_function_in_several_graphs_needs_less_than_all_of_its_parameters() -> None:
     least, _ = _least(a_function(depth=10))
@@ -253,7 +254,7 @@ def test_a_functional_call_has_results_in_the_places_of_parameters() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernels", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), "inductor"]
+    "kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 )
 def test_evaluation_does_not_read_through_the_file(kernels: str) -> None:
     """Weights that are away come to where the graph wants them."""

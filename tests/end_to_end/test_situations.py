@@ -340,7 +340,7 @@ class _Rows(torch.utils.data.Dataset[Tensor]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
 def test_data_loader_with_workers(context: str) -> None:
     def batches() -> Iterator[Tensor]:
         for _ in range(2):  # two epochs: workers start anew while the session's threads run

@@ -191,7 +191,7 @@ def t5() -> nn.Module:
     return WithLabels(T5ForConditionalGeneration(config))
 
 
-@pytest.mark.parametrize("make_model", [llama, t5])
+@pytest.mark.parametrize("make_model", [pytest.param(llama, marks=pytest.mark.exhaustive), t5])
 def test_hugging_face(make_model: Callable[[], nn.Module]) -> None:
     check(training(make_model, tokens, loss_of=loss_of), budget=BUDGET, least=True)
 

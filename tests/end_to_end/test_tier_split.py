@@ -92,7 +92,7 @@ def test_a_replayed_plan_with_splits_gives_the_same_bits(reference: Run, halved:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [8, 14])
+@pytest.mark.parametrize("at", [8, pytest.param(14, marks=pytest.mark.exhaustive)])
 def test_a_split_tensor_survives_a_disk_that_fails(reference: Run, halved: Path, at: int) -> None:
     with injected(Fault(call="write", what=errno.EIO, at=at, times=1 << 30)) as calls:
         limited = run(PROGRAM, plan=str(halved), host_budget="1GiB")

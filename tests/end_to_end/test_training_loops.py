@@ -67,6 +67,7 @@ def _train(this: Run, directory: Path, *, last_step: int, resume: bool = False) 
     this.record(torch.zeros(()), model, others=[others, *states(wrapped.optimizer)])
 
 
+@pytest.mark.exhaustive
 def test_trainer_of_transformers_with_a_checkpoint_in_between(tmp_path: Path) -> None:
     """Six steps under a tight budget, and the rest from the checkpoint before under another one."""
     plenty: dict[str, object] = {"device_budget": 100 << 30, "training_state": "stays"}

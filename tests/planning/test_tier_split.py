@@ -325,6 +325,7 @@ def test_a_plan_without_splits_is_replaced_where_it_is_slower() -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_relies_on_one_copy_is_split_together() -> None:
     trace = grown(layers_step((4000, 8000, 12_000, 6000), micro_batches=2), 1000)
