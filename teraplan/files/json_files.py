@@ -139,9 +139,13 @@ def _parse(text: str, path: Path) -> object:
         )
     except FileFormatError:
         raise
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise FileFormatError(f"{path}: is not JSON: {reason}") from error
+    except json.JSONDecodeError as error:
+        raise FileFormatError(f"{path}: is not JSON: {error}") from error
+    except RecursionError as error:
+        raise FileFormatError(f"{path}: is not JSON: nested too deeply") from error
+    except ValueError as error:  # Python's own, of an integer with thousands of digits
+        message = f"{path}: is not JSON that is read here: a number has thousands of digits"
+        raise FileFormatError(message) from error
     return value
 
 
