@@ -116,7 +116,11 @@ def memory_of(
         made = _written_in_place(made)
     spans = [*made, *_needed(graph, position, saved), *_tangents(graph, position)]
     fixed = [span for span in spans if not span.can_leave]
-    return GraphMemory(workspace_bytes=_peak(fixed), least_bytes=_peak(spans))
+    return GraphMemory(
+        workspace_bytes=_peak(fixed),
+        least_bytes=_peak(spans),
+        parameters_bytes=_peak(list(_acquired(graph, position))),
+    )
 
 
 def workspace_nbytes(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> int:
@@ -235,6 +239,18 @@ def _needed(
         spans[base] = min(first, start), max(end, last)
     for base, (start, last) in spans.items():
         yield _Span(start, last, nbytes_of(base), can_leave=True)
+
+
+def _acquired(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[_Span]:
+    """Parameters, from where each is acquired to where it is released."""
+    released = {
+        node.args[0]: position[node]
+        for node in graph.find_nodes(op="call_function", target=ops.release)
+    }
+    for node in graph.find_nodes(op="call_function", target=ops.acquire):
+        parameter = cast("fx.Node", node.args[0])
+        last = max(position[node], released.get(parameter, position[node]))
+        yield _Span(position[node], last, nbytes_of(parameter))
 
 
 def _last_uses(

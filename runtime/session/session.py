@@ -333,6 +333,7 @@ class Session:
     def _meet(self, table: GraphTable) -> None:
         """Take in a graph; one that a replayed plan does not know is an error at once."""
         self.tables[table.graph] = table
+        self.keeper.uses_at_once(table.parameters_bytes)
         for name, nbytes, why in table.uncovered:
             if nbytes >= MIN_SLOT_BYTES:
                 self.fall_back(

@@ -62,6 +62,8 @@ class StateKeeper:
         """Why no parameter is updated in the backward although they are to be."""
         self._tensors_at_once, self._num_temporaries = _TENSORS_AT_ONCE, TEMPORARIES
         self._largest_bytes = self._largest_trained_bytes = self._together_bytes = 0
+        self._used_at_once_bytes = 0
+        """By a graph, of parameters."""
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
         """Those that there were when the first graph was compiled."""
         self._met = WeakIdKeyDictionary()
@@ -222,6 +224,12 @@ class StateKeeper:
         if self.state is not None:
             self.state.set_limit(max(self.state.limit_bytes, self._least_bytes))
 
+    def uses_at_once(self, nbytes: int) -> None:
+        """A graph will use so many bytes of parameters at the same time."""
+        self._used_at_once_bytes = max(self._used_at_once_bytes, nbytes)
+        if self.state is not None:
+            self.state.set_limit(max(self.state.limit_bytes, self._least_bytes))
+
     def start(self) -> None:
         """Let the state move from here on that has stayed until now."""
         budget = self._config.device_budget
@@ -260,7 +268,8 @@ class StateKeeper:
         at_once = self._tensors_at_once
         if self._config.update == "gradient":  # temporaries, while graphs have their own memory
             at_once += TEMPORARIES
-        return max(at_once * self._largest_trained_bytes, self._largest_bytes)
+        of_trained = at_once * self._largest_trained_bytes
+        return max(of_trained, self._largest_bytes, self._used_at_once_bytes)
 
     def _budget_bytes(self, meta_bytes: int) -> int | None:
         """The device budget if the state is to move under it, else None."""

@@ -50,6 +50,8 @@ class GraphMemory:
     """Most at once of that and of saved activations in use, all others elsewhere."""
     gradients_bytes: int = 0
     """What it holds at its end of the parameters' gradients."""
+    parameters_bytes: int = 0
+    """Most at once of parameters that are used, all others elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,11 @@ class GraphTable:
     elsewhere."""
     sizes_vary: bool = False
     """Bytes are those of the sizes that were met first."""
+
+    @property
+    def parameters_bytes(self) -> int:
+        """Most at once of parameters that can move."""
+        return max(self.forward.parameters_bytes, self.backward.parameters_bytes)
 
     def beside_bytes(self, gradients_bytes: int, *, state_moves: bool) -> int:
         """What a step over this graph takes at least beside parameters and optimizer state.

@@ -332,22 +332,25 @@ def test_a_refusal_names_tensors_that_something_else_has_where_there_are_some(he
     assert str(error.value).count("1.83 MiB of it stay") == len(views)
 
 
-class WithATable(MLP):
-    """A frozen table, larger than anything that is trained."""
+class WithTables(MLP):
+    """Frozen tables, each larger than anything that is trained, which are used together."""
 
     ROWS = 8_192
+    NBYTES = 4 * ROWS * 128
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__(width=128, depth=4, rows=64)
-        self.table = torch.nn.Embedding(self.ROWS, 128).requires_grad_(False)
+        tables = (torch.nn.Embedding(self.ROWS, 128) for _ in range(number))
+        self.tables = torch.nn.ModuleList(tables).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.table(torch.arange(len(x))))
+        rows = torch.arange(len(x))
+        return super().forward(x + torch.stack([table(rows) for table in self.tables]).sum(0))
 
 
-def test_what_is_frozen_has_no_gradient_and_no_state_that_would_need_room() -> None:
+def training_with_tables(number: int) -> Program:
     def program(this: Run) -> None:
-        net = WithATable()
+        net = WithTables(number)
         this.compile(net)
         optimizer = adamw(p for p in net.parameters() if p.requires_grad)
         for step in range(4):
@@ -357,7 +360,21 @@ def test_what_is_frozen_has_no_gradient_and_no_state_that_would_need_room() -> N
             this.record(loss, net, others=states(optimizer))
             optimizer.zero_grad()
 
-    table_bytes = 4 * WithATable.ROWS * 128
+    return program
+
+
+def test_what_is_frozen_has_no_gradient_and_no_state_that_would_need_room() -> None:
+    program = training_with_tables(1)
     reference = within(program, UNLIMITED)
-    assert_same(reference, within(program, table_bytes + MIB, training_state="moves"))
+    assert_same(reference, within(program, WithTables.NBYTES + MIB, training_state="moves"))
     assert moves()
+
+
+def test_what_a_graph_uses_at_once_has_to_have_room_from_the_beginning() -> None:
+    program = training_with_tables(3)
+    with pytest.raises(InfeasibleBudgetError, match="what the graphs have at once") as refused:
+        within(program, 2 * WithTables.NBYTES, training_state="moves")
+    least = refused.value.least_budget_bytes
+    assert least > 3 * WithTables.NBYTES
+    limited = within(program, int(1.02 * least), training_state="moves")
+    assert_same(within(program, UNLIMITED), limited)
