@@ -40,6 +40,7 @@ from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.state.per_parameter import (
     KEPT_FOR_ALL,
     draws_random_numbers,
+    keeps_anything_in,
     not_by_itself,
     why_not_by_itself,
 )
@@ -258,6 +259,8 @@ class HostUpdates:
         why = ""
         if keeps_tensors_beside_state(optimizer):
             why = "keeps tensors in containers beside its state"
+        elif name := keeps_anything_in(optimizer):
+            why = f"keeps an object in its attribute {name!r}"
         elif why_not := why_not_by_itself(optimizer, args, kwargs, remedy=_REMEDY):
             raise not_by_itself(optimizer, why_not, _REMEDY)
         elif draws_random_numbers(optimizer, args, kwargs):

@@ -113,6 +113,8 @@ class StateKeeper:
         yield from (_shared_text(tensor, what) for tensor, what in self.state.shared)
         if self._not_used is not None:
             yield from self._not_used.fallbacks
+        if self._steps is not None:
+            yield from self._steps.fallbacks
         if self._at_gradients is not None:
             yield from self._at_gradients.fallbacks
         if self._updates_in_step:

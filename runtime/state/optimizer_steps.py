@@ -8,7 +8,7 @@ updates each parameter by itself.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from teraplan.runtime.state.host_state import is_updated_on_host
 from teraplan.runtime.state.movable import is_plain
 from teraplan.runtime.state.per_parameter import (
     KEPT_FOR_ALL,
+    can_be_told,
+    keeps_anything_in,
     not_by_itself,
     why_not_by_itself,
 )
@@ -94,7 +96,10 @@ class OptimizerSteps:
         """Called with the bytes that an update takes for a moment."""
         self._handles: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
-        self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._tried: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps of each since it could be told that it updates each parameter by itself."""
+        self._whole: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        """Optimizers whose steps run as a whole, and what is said of each."""
         self._draws_nothing: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose last step has used no random numbers."""
         self.at_gradients = GradientUpdates(state, make_room) if at_gradients else None
@@ -149,11 +154,29 @@ class OptimizerSteps:
         if attachment.is_detached(optimizer) or steps_another(optimizer):
             return False
         ours = any(self._is_ours(p) for p in parameters_of(optimizer))
+        if ours and not attachment.is_attached(optimizer) and self._runs_whole(optimizer):
+            return False
         if attachment.is_attached(optimizer) and (ours or list(_alive) == [self]):
             others = [p for p in parameters_of(optimizer) if not self._is_ours(p)]
             self._state.adopt_parameters(others)
             return True
         return ours
+
+    def _runs_whole(self, optimizer: Optimizer) -> bool:
+        """True if nobody can tell what parts of its step would do; the status says so."""
+        if optimizer not in self._whole:
+            name = keeps_anything_in(optimizer)
+            self._whole[optimizer] = name and (
+                f"{type(optimizer).__name__} keeps an object in its attribute {name!r} that parts "
+                "of a step may change: its step runs as a whole, and reads what is away from its "
+                "file; if it updates each parameter by itself, call teraplan.attach(optimizer)"
+            )
+        return bool(self._whole[optimizer])
+
+    @property
+    def fallbacks(self) -> Iterator[str]:
+        """One sentence for each optimizer whose steps run as a whole."""
+        yield from filter(None, dict.fromkeys(self._whole.values()))
 
     def _hooked(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
         before, after, loaded = hooks_of(self, attachment.REMEDY)
@@ -251,11 +274,14 @@ class OptimizerSteps:
     # -- buckets ---------------------------------------------------------------------------------
 
     def _try(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if optimizer in self._tried:
+        known = self._tried.get(optimizer, 0)
+        if known & (known - 1):  # once more after 1, 2, 4, .. steps: some begin something later
+            self._tried[optimizer] += 1
             return
         if why := why_not_by_itself(optimizer, args, kwargs, remedy=attachment.REMEDY):
             raise not_by_itself(optimizer, why, attachment.REMEDY)
-        self._tried.add(optimizer)
+        if known or can_be_told(optimizer):
+            self._tried[optimizer] = known + 1
 
     def _run(
         self,

@@ -7,15 +7,26 @@ Those of torch do, but for LBFGS. Others may clip by a norm of all gradients wit
 go by a parameter's place among the others; nothing in them says so.
 """
 
+import enum
+import random as py_random
 from collections import defaultdict
 from collections.abc import Sequence, Set
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.state.stand_in import equal, parameters_of
-from teraplan.runtime.state.update_trial import ClosureTwiceError, OutOfReachError, UpdateTrial
+from teraplan.runtime.state.stand_in import attributes_of, equal, parameters_of
+from teraplan.runtime.state.update_trial import (
+    LOUD,
+    NOT_FINITE,
+    QUIET,
+    ClosureTwiceError,
+    OutOfReachError,
+    UpdateTrial,
+)
 
 Optimizer = torch.optim.Optimizer
 
@@ -24,6 +35,7 @@ KEPT_FOR_ALL = (
     "all of them"
 )
 _ENDS = (OutOfReachError, ClosureTwiceError)
+_PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _OF_EACH_SORT = 2
 """Parameters of each number of dimensions: a norm may be over matrices alone."""
 
@@ -42,7 +54,7 @@ def why_not_by_itself(
     if type(optimizer).__module__.startswith("torch.optim"):
         return ""
     few, many = _to_try(optimizer)
-    random = torch.get_rng_state()
+    random, others_random = torch.get_rng_state(), _other_random_states()
     try:
         try:
             cut = frozenset(map(id, many)) - frozenset(map(id, few))
@@ -66,6 +78,56 @@ def why_not_by_itself(
         ) from error
     finally:
         torch.set_rng_state(random)
+        python, numbers = others_random
+        py_random.setstate(python)
+        np.random.set_state(numbers)
+
+
+def can_be_told(optimizer: Optimizer) -> bool:
+    """False if a trial may have missed something: too few parameters had gradients."""
+    return len(_to_try(optimizer)[1]) > 1
+
+
+def keeps_anything_in(optimizer: Optimizer) -> str:
+    """Name of an attribute whose object may count, or change, with each call; "" if there is none.
+
+    Parts of a step have copies of numbers, texts and tensors, and share what belongs to a
+    parameter. Other objects cannot be copied, and nobody sees what the step does with them.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return ""
+    identities = {id(p) for p in parameters_of(optimizer)}
+    kept = attributes_of(optimizer).items()
+    return next((n for n, v in kept if n != "step" and not _is_known(v, identities)), "")
+
+
+def _is_known(value: object, identities: Set[int]) -> bool:
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    if isinstance(value, dict):
+        own = all(isinstance(k, torch.Tensor) or k in identities for k in value)
+        return own or _is_plain(value)
+    return _is_plain(value) or _are_tensors(value)
+
+
+def _is_plain(value: object) -> bool:
+    """Numbers, texts, and containers of these alone, of which a bucket has a copy."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    return value is None or isinstance(value, _PLAIN)
+
+
+def _are_tensors(value: object) -> bool:
+    """A tensor, or containers of tensors alone, which a trial sees being changed."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_are_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _other_random_states() -> tuple[Any, Any]:
+    return py_random.getstate(), np.random.get_state()
 
 
 def not_by_itself(optimizer: Optimizer, why: str, remedy: str) -> UnsupportedError:
@@ -99,22 +161,27 @@ def _why_not_any(
     kwargs: dict[str, Any],
 ) -> str:
     """The first reason that one of these gives."""
-    random = torch.get_rng_state()
+    random, others_random = torch.get_rng_state(), repr(_other_random_states())
     for a in tried:
         alone = UpdateTrial(optimizer, [a], a, cut=cut)
         alone.run(args, kwargs)
         draws = not torch.equal(random, torch.get_rng_state())
         torch.set_rng_state(random)
+        if alone.fills:
+            return f"what it keeps in its attribute {alone.fills!r} belongs to all of them"
         others = [p for p in tried if p is not a]
         # Random numbers are drawn in the order of the parameters: a has to stay the first.
         order = [a, *others] if draws else [*others, a]
-        beside = UpdateTrial(optimizer, order, a, cut=cut)
-        beside.run(args, kwargs)
-        torch.set_rng_state(random)
-        if alone.target_bytes != beside.target_bytes:
-            return "with others beside it, the same one with the same gradient becomes another"
-        if not equal(alone.values, beside.values):
-            return KEPT_FOR_ALL
+        for largest in (LOUD, QUIET, NOT_FINITE) if others else ():
+            beside = UpdateTrial(optimizer, order, a, others=largest, cut=cut)
+            beside.run(args, kwargs)
+            torch.set_rng_state(random)
+            if alone.target_bytes != beside.target_bytes:
+                return "with others beside it, the same one with the same gradient becomes another"
+            if not equal(alone.values, beside.values):
+                return KEPT_FOR_ALL
+    if repr(_other_random_states()) != others_random:
+        return "it draws random numbers of Python's or NumPy's, in the order of all parameters"
     return ""
 
 

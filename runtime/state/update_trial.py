@@ -31,7 +31,8 @@ Optimizer = torch.optim.Optimizer
 
 _TRIED_ON = "cpu"
 """Copies are in host memory, whatever the device: no memory of it is needed."""
-_LOUDER = 1e4
+LOUD, QUIET, NOT_FINITE = 1e4, 1e-6, float("nan")
+"""What the largest element of the other gradients is."""
 _CORNER = 16
 """Of a matrix's rows and columns."""
 
@@ -54,6 +55,7 @@ class UpdateTrial:
         parameters: Sequence[torch.Tensor],
         target: torch.Tensor,
         *,
+        others: float = LOUD,
         cut: Set[int] = frozenset(),
     ) -> None:
         """Copies.
@@ -61,19 +63,22 @@ class UpdateTrial:
         Args:
             optimizer: whose step it is.
             parameters: some of its parameters, in the order in which it is to find them.
-            target: one of them. The gradients of the others are far larger than its own.
+            target: one of them.
+            others: the largest element of the gradients of those beside it.
             cut: identities of those of which a corner is taken.
         """
         shapes = [corner_shape(p) if id(p) in cut else tuple(p.shape) for p in parameters]
         twins = [
-            _Twin(p, _copy_of(p, shape, loud=p is not target), shape)
+            _Twin(p, _copy_of(p, shape, None if p is target else others), shape)
             for p, shape in zip(parameters, shapes, strict=True)
         ]
         self._target = next(twin.made for twin in twins if twin.of is target)
         self._identities = {id(p) for p in (*parameters_of(optimizer), *(t.made for t in twins))}
         self._guard = _Guard(optimizer)
         made = self._made = stand_in(optimizer, frozenset())
-        for name, value in attributes_of(made).items():
+        containers = attributes_of(made).items()
+        self._empty = [n for n, v in containers if isinstance(v, (dict, list, set)) and not v]
+        for name, value in containers:
             if isinstance(value, (dict, list, set)):
                 setattr(made, name, _translated(value, twins))
         for group, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
@@ -99,6 +104,15 @@ class UpdateTrial:
         # Copies are no shapes to compile anything for.
         with torch.compiler.set_stance("force_eager"), self._guard:
             plain_step(self._made)(self._made, *given, **named)
+
+    @property
+    def fills(self) -> str:
+        """Name of an attribute, empty before, in which it keeps what is no parameter's own."""
+        kept = (
+            (name, _without(getattr(self._made, name, None), self._identities))
+            for name in self._empty
+        )
+        return next((name for name, left in kept if left), "")
 
     @property
     def target_bytes(self) -> bytes:
@@ -216,7 +230,7 @@ class _Twin:
         return copy.copy(value)
 
 
-def _copy_of(p: torch.Tensor, shape: Sequence[int], *, loud: bool) -> torch.Tensor:
+def _copy_of(p: torch.Tensor, shape: Sequence[int], largest: float | None) -> torch.Tensor:
     made = _corner(p, shape)
     if isinstance(p, torch.nn.Parameter):
         made = torch.nn.Parameter(made, requires_grad=p.requires_grad)
@@ -227,7 +241,9 @@ def _copy_of(p: torch.Tensor, shape: Sequence[int], *, loud: bool) -> torch.Tens
     if not gradient.any():  # fresh adapters have none: in a sum it would not be seen
         numbers = torch.arange(gradient.numel(), device=_TRIED_ON)
         gradient.copy_((numbers % 7 + 1).mul(1e-2).view(gradient.shape))
-    made.grad = gradient.mul_(_LOUDER) if loud else gradient
+    if largest is not None:
+        gradient.mul_(largest / float(gradient.abs().max()))
+    made.grad = gradient
     return made
 
 

@@ -1,5 +1,6 @@
 """Whether an optimizer updates each parameter by itself: found out on copies, before a bucket."""
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.state.per_parameter import why_not_by_itself
+from teraplan.runtime.state.per_parameter import keeps_anything_in, why_not_by_itself
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -193,6 +194,51 @@ class NormAndDict(ByParameter, Normed):
         return ByParameter.direction(self, p, Normed.direction(self, p, gradient, number), number)
 
 
+class Clipped(Normed):
+    """Only a norm above 1 counts."""
+
+    def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
+        clipped: Tensor = gradient / (gradient / super().direction(p, gradient, number)).clamp_min(
+            1
+        )
+        return clipped
+
+
+class Least(Plain):
+    """Goes by the least of all gradients' largest elements."""
+
+    def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
+        return gradient * min(float(q.grad.abs().max()) for q in self.all if q.grad is not None)
+
+
+class Cautious(Plain):
+    """Goes nowhere where a gradient is not finite."""
+
+    def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
+        finite = all(bool(q.grad.isfinite().all()) for q in self.all if q.grad is not None)
+        return gradient * finite
+
+
+class Dice(Plain):
+    """Draws a random number of Python's for each parameter."""
+
+    def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
+        random.random()
+        return gradient
+
+
+class History(Plain):
+    """Keeps something of each step in a list that is empty at first."""
+
+    def begin(self) -> None:
+        self.history: list[float] = []
+
+    def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
+        if number == 0:
+            self.history.append(float(gradient.sum()))
+        return gradient
+
+
 class Counts(Plain):
     """Counts the updates of parameters."""
 
@@ -214,6 +260,11 @@ class Counts(Plain):
         (NormOfMatrices, "becomes another"),
         (NormAndDict, "becomes another"),
         (Counts, "depends on all"),
+        (Clipped, "becomes another"),
+        (Least, "becomes another"),
+        (Cautious, "becomes another"),
+        (Dice, "random numbers of Python's"),
+        (History, "'history' belongs to all"),
     ],
 )
 @pytest.mark.parametrize("each", [False, True])
@@ -228,6 +279,43 @@ def test_gradients_that_are_zero_hide_nothing() -> None:
     for p in optimizer.param_groups[0]["params"][:3]:
         p.grad.zero_()
     assert "becomes another" in why_not_by_itself(optimizer, (), {}, remedy="")
+
+
+def test_gradients_that_are_tiny_hide_no_limit() -> None:
+    optimizer, _ = _made(Clipped, each=False)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.mul_(1e-9)
+    assert "becomes another" in why_not_by_itself(optimizer, (), {}, remedy="")
+
+
+def test_objects_of_which_nobody_knows_what_they_do() -> None:
+    optimizer, _ = _made(Plain, each=False)
+    known: dict[str, object] = {
+        "none": None,
+        "numbers": [1, (2.0, {"a": 3})],
+        "tensors": [torch.ones(2), (torch.ones(3),)],
+        "own": {optimizer.param_groups[0]["params"][0]: torch.ones(1)},
+        "rate": lambda step: 0.1 * step,
+    }
+    for name, value in known.items():
+        setattr(optimizer, name, value)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert keeps_anything_in(optimizer) == ""
+    steps = 0
+
+    def counting() -> int:
+        return steps
+
+    unknown = (
+        counting,
+        optimizer.zero_grad,
+        object(),
+        {"steps": 0, "kept": torch.ones(1)},
+        [known],
+    )
+    for value in (*unknown, iter([1])):
+        optimizer.unknown = value  # type: ignore[attr-defined]
+        assert keeps_anything_in(optimizer) == "unknown", value
 
 
 def test_a_closure_that_is_called_again() -> None:
