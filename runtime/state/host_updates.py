@@ -260,7 +260,7 @@ class HostUpdates:
         if keeps_tensors_beside_state(optimizer):
             why = "keeps tensors in containers beside its state"
         elif name := keeps_anything_in(optimizer):
-            why = f"keeps an object in its attribute {name!r}"
+            why = f"keeps an object in {name}"
         elif why_not := why_not_by_itself(optimizer, args, kwargs, remedy=_REMEDY):
             raise not_by_itself(optimizer, why_not, _REMEDY)
         elif draws_random_numbers(optimizer, args, kwargs):

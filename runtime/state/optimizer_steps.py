@@ -138,7 +138,8 @@ class OptimizerSteps:
         if not self._is_to_run(optimizer):
             self._unhook(optimizer)
             hidden_state.bring_home(self._state.arena, optimizer)
-            if any(self._is_ours(p) for p in parameters_of(optimizer)):
+            # Where all that is trained is too small to move, steps end with anybody's step.
+            if not self._handles or any(self._is_ours(p) for p in parameters_of(optimizer)):
                 self._state.stepped()
             return
         if optimizer not in self._handles:
@@ -167,7 +168,7 @@ class OptimizerSteps:
         if optimizer not in self._whole:
             name = keeps_anything_in(optimizer)
             self._whole[optimizer] = name and (
-                f"{type(optimizer).__name__} keeps an object in its attribute {name!r} that parts "
+                f"{type(optimizer).__name__} keeps an object in {name} that parts "
                 "of a step may change: its step runs as a whole, and reads what is away from its "
                 "file; if it updates each parameter by itself, call teraplan.attach(optimizer)"
             )

@@ -11,6 +11,7 @@ import enum
 import random as py_random
 from collections import defaultdict
 from collections.abc import Sequence, Set
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -89,7 +90,7 @@ def can_be_told(optimizer: Optimizer) -> bool:
 
 
 def keeps_anything_in(optimizer: Optimizer) -> str:
-    """Name of an attribute whose object may count, or change, with each call; "" if there is none.
+    """Where it has an object that may count, or change, with each call; "" if nowhere.
 
     Parts of a step have copies of numbers, texts and tensors, and share what belongs to a
     parameter. Other objects cannot be copied, and nobody sees what the step does with them.
@@ -98,7 +99,14 @@ def keeps_anything_in(optimizer: Optimizer) -> str:
         return ""
     identities = {id(p) for p in parameters_of(optimizer)}
     kept = attributes_of(optimizer).items()
-    return next((n for n, v in kept if n != "step" and not _is_known(v, identities)), "")
+    unknown = (n for n, v in kept if n != "step" and not _is_known(v, identities))
+    in_groups = (
+        f"param_groups[..][{name!r}]"
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params" and not (_is_plain(value) or isinstance(value, torch.Tensor))
+    )
+    return next(chain(unknown, in_groups), "")
 
 
 def _is_known(value: object, identities: Set[int]) -> bool:

@@ -10,7 +10,7 @@ buckets are done: each begins with what there was before the first.
 
 import copy
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set
 from itertools import takewhile
 from typing import Any, cast
@@ -38,6 +38,8 @@ def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
     made: Optimizer = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.update({name: _copied(value) for name, value in attributes_of(optimizer).items()})
+    made._optimizer_step_pre_hooks = OrderedDict()  # the user's are for the step as a whole
+    made._optimizer_step_post_hooks = OrderedDict()
     made.param_groups = [
         {name: _copied(value) for name, value in group.items() if name != "params"}
         | {"params": [p for p in group["params"] if id(p) in bucket]}
@@ -179,10 +181,11 @@ def _of_all(optimizer: Optimizer) -> dict[Any, Any]:
 
 def _copies_of(loose: dict[Any, object]) -> dict[Any, object]:
     """With all that is in containers, too: nothing in there is one parameter's own."""
-    return {name: _deep_copied(value) for name, value in loose.items()}
+    return {name: deep_copied(value) for name, value in loose.items()}
 
 
-def _deep_copied(value: object) -> object:
+def deep_copied(value: object) -> object:
+    """A deep copy, or the thing itself where there can be none."""
     try:
         return copy.deepcopy(value)
     except Exception:  # noqa: BLE001  a handle of something, which has no number in it

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from teraplan.runtime.state.stand_in import (
     Values,
     attributes_of,
+    deep_copied,
     parameters_of,
     stand_in,
     tensors_in_containers,
@@ -225,9 +226,9 @@ class _Twin:
             return _corner(value, self.shape if value.shape == self.of.shape else value.shape)
         if isinstance(value, dict):
             return {key: self.copied(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self.copied(inner) for inner in value]
-        return copy.copy(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self.copied, value))
+        return deep_copied(value)
 
 
 def _copy_of(p: torch.Tensor, shape: Sequence[int], largest: float | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from teraplan.runtime.state.block import Block
 from teraplan.units import KIB
 from teraplan.values.step_trace import TensorKind
 from tests.end_to_end import moving, updating_early
-from tests.end_to_end.moving import adamw, check, sgd, training
+from tests.end_to_end.moving import adamw, check, model, sgd, training
 from tests.end_to_end.training import MLP, assert_same, run
 
 TOGETHER = 2
@@ -130,3 +130,15 @@ def test_small_ones_beside_large_ones(nbytes: int, monkeypatch: pytest.MonkeyPat
     make: Callable[[], MLP] = Mixed  # type: ignore[assignment]
     check(training(adamw, make_model=make), budget=6 << 20)
     assert max(block.num_tensors for block in moving.moving().arena.blocks) > 1
+
+
+def test_steps_end_where_all_that_is_trained_is_too_small_to_move() -> None:
+    def biases() -> MLP:
+        net = model()
+        for p in net.parameters():
+            p.requires_grad_(p.ndim == 1)
+        return net
+
+    state = check(training(sgd, make_model=biases), least=True, budget=1 << 20)
+    assert state.last_step.read_bytes > 0
+    assert state.arena.timeline.past

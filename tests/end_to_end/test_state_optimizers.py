@@ -159,7 +159,7 @@ def test_a_step_with_objects_that_may_count_runs_as_a_whole() -> None:
     program = training(Scheduled)
     limited = run_moving(program, LESS)
     assert_same(run(program, device_budget=100 << 30, training_state="stays"), limited)
-    assert "Scheduled keeps an object in its attribute 'warm'" in str(limited.final.fallbacks)
+    assert "Scheduled keeps an object in warm that" in str(limited.final.fallbacks)
     assert limited.final.state_read_bytes > 0
 
 

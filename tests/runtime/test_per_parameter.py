@@ -316,6 +316,23 @@ def test_objects_of_which_nobody_knows_what_they_do() -> None:
     for value in (*unknown, iter([1])):
         optimizer.unknown = value  # type: ignore[attr-defined]
         assert keeps_anything_in(optimizer) == "unknown", value
+    del optimizer.unknown  # type: ignore[attr-defined]
+    optimizer.param_groups[0]["kept"] = [torch.ones(1)]
+    assert keeps_anything_in(optimizer) == "param_groups[..]['kept']"
+
+
+def test_hooks_of_the_user_are_not_called_for_copies() -> None:
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+            super().step()
+
+    torch.optim.SGD([torch.ones(1)])  # PyTorch puts hooks around the step of a class with objects
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer, called = Outer([parameter], lr=0.1), [0]
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    assert why_not_by_itself(optimizer, (), {}, remedy="") == ""
+    assert called == [0]
 
 
 def test_a_closure_that_is_called_again() -> None:
