@@ -101,10 +101,11 @@ def _left_to_eager(gm: fx.GraphModule, error: Exception) -> str:
     remedy = next(remedies, "keep this operation out of what is compiled")
     frames = (line.strip() for node in gm.graph.nodes for line in _stack(node))
     begin = next((frame for frame in frames if frame.startswith("File ")), "unknown")
+    reason, *_ = str(error).splitlines() or [""]
     return (
-        f"PyTorch could not compile a graph of {len(gm.graph.nodes)} operations "
-        f"({str(error).partition(chr(10))[0]}), which begins at {begin}, and runs it without "
-        f"compiling: nothing that it saves moves, and it is not in the plan; {remedy}"
+        f"PyTorch could not compile a graph of {len(gm.graph.nodes)} operations ({reason}), which "
+        f"begins at {begin}, and runs it without compiling: nothing that it saves moves, and it is "
+        f"not in the plan; {remedy}"
     )
 
 

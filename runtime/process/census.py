@@ -118,6 +118,11 @@ def states_to_come(
                 yield parameter, count
 
 
+def nbytes_with_state(parameter: torch.Tensor) -> int:
+    """Of a parameter, its gradient and the state that some optimizer may keep of it."""
+    return parameter.nbytes * (2 + STATES_OF_UNKNOWN if parameter.requires_grad else 1)
+
+
 def most_states(optimizer: torch.optim.Optimizer) -> int:
     """Tensors of a parameter's size that the optimizer keeps of one, at most."""
     always = _STATES_PER_PARAMETER.get(type(optimizer).__name__, STATES_OF_UNKNOWN)

@@ -19,20 +19,25 @@ from teraplan.runtime.process import census
 
 def compiled_modules(config: Config) -> Iterator[nn.Module]:
     """All modules that users have compiled under `config`. Walks all objects."""
-    for module in census.modules():
-        context = _context(module)
-        if context is not None and _config(context) == config:
-            yield module
+    return (module for module, found in _compiled() if found == config)
 
 
 def configs_of(parameters: Iterable[torch.Tensor]) -> Iterator[Config]:
     """What modules with some of these parameters are compiled under. Walks all objects."""
     known = set(map(id, parameters))
+    return (
+        config
+        for module, config in _compiled()
+        if not known.isdisjoint(map(id, module.parameters()))
+    )
+
+
+def _compiled() -> Iterator[tuple[nn.Module, Config]]:
     for module in census.modules():
         context = _context(module)
         config = None if context is None else _config(context)
-        if config is not None and not known.isdisjoint(map(id, module.parameters())):
-            yield config
+        if config is not None:
+            yield module, config
 
 
 def _context(module: nn.Module) -> OptimizeContext | None:

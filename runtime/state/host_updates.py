@@ -40,12 +40,12 @@ from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.state.per_parameter import (
     KEPT_FOR_ALL,
     draws_random_numbers,
-    keeps_anything_in,
     not_by_itself,
     why_not_by_itself,
 )
 from teraplan.runtime.state.stand_in import (
     equal,
+    keeps_anything_in,
     keeps_tensors_beside_state,
     parameters_of,
     share_state,

@@ -214,7 +214,8 @@ class StateKeeper:
         """These, on the device or on the meta device, are to be trained."""
         if not self._decided:
             self._decided = True
-            budget = self._budget_bytes(sum(_with_state(p) for p in parameters if p.is_meta))
+            to_come = (p for p in parameters if p.is_meta)
+            budget = self._budget_bytes(sum(map(census.nbytes_with_state, to_come)))
             if budget is not None:
                 here = sum(p.nbytes for p in parameters if not p.is_meta)
                 self._open(budget - (self._device.state_bytes() - here))
@@ -223,14 +224,12 @@ class StateKeeper:
         self._largest_trained_bytes = max([self._largest_trained_bytes, *trained])
         if self.may_start:
             self._met.update(dict.fromkeys(parameters))
-        if self.state is not None:
-            self.state.set_limit(max(self.state.limit_bytes, self._least_bytes))
+        self._let_have_the_least()
 
     def uses_at_once(self, nbytes: int) -> None:
         """A graph will use so many bytes of parameters at the same time."""
         self._used_at_once_bytes = max(self._used_at_once_bytes, nbytes)
-        if self.state is not None:
-            self.state.set_limit(max(self.state.limit_bytes, self._least_bytes))
+        self._let_have_the_least()
 
     def start(self) -> None:
         """Let the state move from here on that has stayed until now."""
@@ -264,6 +263,10 @@ class StateKeeper:
             self._steps.close()
         if self.state is not None:
             self.state.close()
+
+    def _let_have_the_least(self) -> None:
+        if self.state is not None:
+            self.state.set_limit(max(self.state.limit_bytes, self._least_bytes))
 
     @property
     def _least_bytes(self) -> int:
@@ -324,11 +327,6 @@ def _optimizers_of(parameters: Iterable[torch.Tensor]) -> Iterator[torch.optim.O
     for optimizer in census.optimizers():
         if not known.isdisjoint(map(id, parameters_of(optimizer))):
             yield optimizer
-
-
-def _with_state(p: torch.Tensor) -> int:
-    """Bytes of a parameter with its gradient and state to come."""
-    return p.nbytes * (_TENSORS_AT_ONCE if p.requires_grad else 1)
 
 
 def _parameters(values: Iterable[object]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from teraplan.runtime.process.census import STATES_OF_UNKNOWN
+from teraplan.runtime.process.census import nbytes_with_state
 from teraplan.runtime.state.movable import is_shared
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.runtime.state.step_hooks import calling, is_nested
@@ -62,13 +62,8 @@ class NotUsedYet:
         if all(state.arena.block_of(p) is None for p in parameters_of(optimizer)):
             return
         self._seen.update(dict.fromkeys(waiting, True))
-        left_bytes = state.limit_bytes - sum(map(_nbytes_with_state, waiting))
+        left_bytes = state.limit_bytes - sum(map(nbytes_with_state, waiting))
         if left_bytes >= self._least_bytes():
             state.arena.user_may_have_run()
             state.let_stay(waiting)
             state.set_limit(left_bytes)
-
-
-def _nbytes_with_state(parameter: torch.Tensor) -> int:
-    """Of the parameter, its gradient and its optimizer state, which stay where it does."""
-    return parameter.nbytes * (2 + STATES_OF_UNKNOWN if parameter.requires_grad else 1)

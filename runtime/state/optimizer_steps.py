@@ -24,7 +24,6 @@ from teraplan.runtime.state.movable import is_plain
 from teraplan.runtime.state.per_parameter import (
     KEPT_FOR_ALL,
     can_be_told,
-    keeps_anything_in,
     not_by_itself,
     why_not_by_itself,
 )
@@ -33,6 +32,7 @@ from teraplan.runtime.state.sliced_update import Cut, cut_up, step_in_slices
 from teraplan.runtime.state.stand_in import (
     Values,
     equal,
+    keeps_anything_in,
     parameters_of,
     share_state,
     stand_in,

@@ -1,25 +1,23 @@
 """Tries on copies whether an optimizer updates each parameter by itself, which buckets rely on.
 
     a alone             -> a'
-    c, b and a together -> a' again?     the others' gradients are huge: a norm over all would show
+    c, b and a together -> a' again?     the others' gradients are huge, tiny, or not finite: a
+                                         norm, a minimum or a check of all would show
 
 Those of torch do, but for LBFGS. Others may clip by a norm of all gradients within their step, or
 go by a parameter's place among the others; nothing in them says so.
 """
 
-import enum
 import random as py_random
 from collections import defaultdict
 from collections.abc import Sequence, Set
-from itertools import chain
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.state.stand_in import attributes_of, equal, parameters_of
+from teraplan.runtime.state.stand_in import equal, is_of_torch, parameters_of
 from teraplan.runtime.state.update_trial import (
     LOUD,
     NOT_FINITE,
@@ -36,7 +34,6 @@ KEPT_FOR_ALL = (
     "all of them"
 )
 _ENDS = (OutOfReachError, ClosureTwiceError)
-_PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 _OF_EACH_SORT = 2
 """Parameters of each number of dimensions: a norm may be over matrices alone."""
 
@@ -52,7 +49,7 @@ def why_not_by_itself(
         UnsupportedError: the step fails where others of its parameters are missing; it says what
             `remedy` says.
     """
-    if type(optimizer).__module__.startswith("torch.optim"):
+    if is_of_torch(optimizer):
         return ""
     few, many = _to_try(optimizer)
     random, others_random = torch.get_rng_state(), _other_random_states()
@@ -85,53 +82,9 @@ def why_not_by_itself(
 
 
 def can_be_told(optimizer: Optimizer) -> bool:
-    """False if a trial may have missed something: too few parameters had gradients."""
-    return len(_to_try(optimizer)[1]) > 1
-
-
-def keeps_anything_in(optimizer: Optimizer) -> str:
-    """Where it has an object that may count, or change, with each call; "" if nowhere.
-
-    Parts of a step have copies of numbers, texts and tensors, and share what belongs to a
-    parameter. Other objects cannot be copied, and nobody sees what the step does with them.
-    """
-    if type(optimizer).__module__.startswith("torch.optim"):
-        return ""
-    identities = {id(p) for p in parameters_of(optimizer)}
-    kept = attributes_of(optimizer).items()
-    unknown = (n for n, v in kept if n != "step" and not _is_known(v, identities))
-    in_groups = (
-        f"param_groups[..][{name!r}]"
-        for group in optimizer.param_groups
-        for name, value in group.items()
-        if name != "params" and not (_is_plain(value) or isinstance(value, torch.Tensor))
-    )
-    return next(chain(unknown, in_groups), "")
-
-
-def _is_known(value: object, identities: Set[int]) -> bool:
-    if isinstance(value, FunctionType):
-        return value.__closure__ is None
-    if isinstance(value, dict):
-        own = all(isinstance(k, torch.Tensor) or k in identities for k in value)
-        return own or _is_plain(value)
-    return _is_plain(value) or _are_tensors(value)
-
-
-def _is_plain(value: object) -> bool:
-    """Numbers, texts, and containers of these alone, of which a bucket has a copy."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    return value is None or isinstance(value, _PLAIN)
-
-
-def _are_tensors(value: object) -> bool:
-    """A tensor, or containers of tensors alone, which a trial sees being changed."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_are_tensors, value))
-    return isinstance(value, torch.Tensor)
+    """False if a trial may have missed something: too few of several parameters had gradients."""
+    parameters = list(parameters_of(optimizer))
+    return sum(map(_can_be_tried, parameters)) >= min(2, len(parameters))
 
 
 def _other_random_states() -> tuple[Any, Any]:
@@ -149,7 +102,7 @@ def draws_random_numbers(optimizer: Optimizer, args: Sequence[Any], kwargs: dict
 
     False without a trial for optimizers of torch, none of which does.
     """
-    if type(optimizer).__module__.startswith("torch.optim"):
+    if is_of_torch(optimizer):
         return False
     random = torch.get_rng_state()
     try:
@@ -214,4 +167,5 @@ def _has_corners(optimizer: Optimizer, p: torch.Tensor) -> bool:
 
 
 def _can_be_tried(p: torch.Tensor) -> bool:
-    return p.grad is not None and p.grad.layout == p.layout == torch.strided
+    dense = p.grad is not None and p.grad.layout == p.layout == torch.strided
+    return dense and p.numel() > 0

@@ -9,19 +9,22 @@ buckets are done: each begins with what there was before the first.
 """
 
 import copy
+import enum
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set
-from itertools import takewhile
-from typing import Any, cast
+from itertools import chain, takewhile
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 import torch
 
 Optimizer = torch.optim.Optimizer
+_T = TypeVar("_T")
 Values = list[dict[str, object]]
 
 _SHARED = ("state", "param_groups", "defaults")
-_PLAIN = (int, float, complex, str, bytes, type(None))
+_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 
 _stand_ins: "weakref.WeakKeyDictionary[Optimizer, Optimizer]" = weakref.WeakKeyDictionary()
 """Each with the optimizer that it stands in for."""
@@ -31,6 +34,11 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The parameters of all groups, in order."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """True if it is one of torch's own, whose steps are known."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
@@ -140,15 +148,52 @@ def tensors_in_containers(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The tensors in lists, dicts and the like that are attributes of it."""
     for value in attributes_of(optimizer).values():
         if not isinstance(value, torch.Tensor):
-            yield from _tensors_in(value)
+            yield from found_in(value, torch.Tensor)
 
 
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def found_in(value: object, kind: type[_T]) -> Iterator[_T]:
+    """The objects of a kind that a value is, or has in containers."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple, Set, Mapping)):
         for item in (*value, *(value.values() if isinstance(value, Mapping) else ())):
-            yield from _tensors_in(item)
+            yield from found_in(item, kind)
+
+
+def keeps_anything_in(optimizer: Optimizer) -> str:
+    """Where it has an object that may count, or change, with each call; "" if nowhere.
+
+    Parts of a step have copies of numbers, texts and tensors, and share what belongs to a
+    parameter. Other objects cannot be copied, and nobody sees what the step does with them.
+    """
+    if is_of_torch(optimizer):
+        return ""
+    identities = {id(p) for p in parameters_of(optimizer)}
+    kept = attributes_of(optimizer).items()
+    unknown = (n for n, v in kept if n != "step" and not _is_known(v, identities))
+    in_groups = (
+        f"param_groups[..][{name!r}]"
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params" and not (_is_plain(value) or isinstance(value, torch.Tensor))
+    )
+    return next(chain(unknown, in_groups), "")
+
+
+def _is_known(value: object, identities: Set[int]) -> bool:
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    if isinstance(value, dict):
+        own = all(isinstance(k, torch.Tensor) or k in identities for k in value)
+        return own or _is_plain(value)
+    return _is_plain(value) or _are_tensors(value)
+
+
+def _are_tensors(value: object) -> bool:
+    """A tensor, or containers of tensors alone, which a trial sees being changed."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_are_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 def _write(target: dict[Any, Any], source: dict[Any, Any], left_out: Set[Any]) -> None:
@@ -202,8 +247,10 @@ def _copied(value: object) -> object:
 
 
 def _is_plain(value: object) -> bool:
+    """Numbers, texts, and containers of these alone, of which each bucket has a copy."""
     return isinstance(value, _PLAIN) or (
-        isinstance(value, (list, tuple, set, dict)) and all(map(_is_plain, _items(value)))
+        isinstance(value, (list, tuple, set, frozenset, dict))
+        and all(map(_is_plain, _items(value)))
     )
 
 

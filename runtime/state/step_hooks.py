@@ -3,8 +3,7 @@
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from teraplan.errors import UnsupportedError
 from teraplan.runtime.process.untraced import untraced
-from teraplan.runtime.state.stand_in import is_stand_in, parameters_of
+from teraplan.runtime.state.stand_in import found_in, is_stand_in, parameters_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -53,17 +52,8 @@ _STEP_WITH_HOOKS = next(
 
 def steps_another(optimizer: Optimizer) -> bool:
     """True for one around another, such as Lookahead: what is moved is that other one's."""
-    return any(one is not optimizer for one in _optimizers_in(list(vars(optimizer).values())))
-
-
-def _optimizers_in(value: object) -> Iterator[Optimizer]:
-    """Also those in containers."""
-    if isinstance(value, Optimizer):
-        yield value
-    elif isinstance(value, (list, tuple, set)):
-        yield from chain.from_iterable(map(_optimizers_in, value))
-    elif isinstance(value, dict):
-        yield from _optimizers_in(list(value.values()))
+    kept = found_in(list(vars(optimizer).values()), Optimizer)
+    return any(one is not optimizer for one in kept)
 
 
 def put_in_order(optimizer: Optimizer) -> None:

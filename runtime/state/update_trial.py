@@ -34,6 +34,8 @@ _TRIED_ON = "cpu"
 """Copies are in host memory, whatever the device: no memory of it is needed."""
 LOUD, QUIET, NOT_FINITE = 1e4, 1e-6, float("nan")
 """What the largest element of the other gradients is."""
+_SEEN = 1e-4
+"""What the largest element of a gradient is at least, for its update to be more than rounding."""
 _CORNER = 16
 """Of a matrix's rows and columns."""
 
@@ -68,7 +70,7 @@ class UpdateTrial:
             others: the largest element of the gradients of those beside it.
             cut: identities of those of which a corner is taken.
         """
-        shapes = [corner_shape(p) if id(p) in cut else tuple(p.shape) for p in parameters]
+        shapes = [_corner_shape(p) if id(p) in cut else tuple(p.shape) for p in parameters]
         twins = [
             _Twin(p, _copy_of(p, shape, None if p is target else others), shape)
             for p, shape in zip(parameters, shapes, strict=True)
@@ -207,7 +209,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if strided else id(tensor)
 
 
-def corner_shape(p: torch.Tensor) -> tuple[int, ...]:
+def _corner_shape(p: torch.Tensor) -> tuple[int, ...]:
     """Of the part of a parameter that is enough to try its update."""
     return tuple(min(size, _CORNER) for size in p.shape)
 
@@ -239,7 +241,7 @@ def _copy_of(p: torch.Tensor, shape: Sequence[int], largest: float | None) -> to
         made.requires_grad_(p.requires_grad)
     assert p.grad is not None
     gradient = _corner(p.grad, shape)
-    if not gradient.any():  # fresh adapters have none: in a sum it would not be seen
+    if float(gradient.abs().max()) < _SEEN:  # fresh adapters' are zero: no sum would show them
         numbers = torch.arange(gradient.numel(), device=_TRIED_ON)
         gradient.copy_((numbers % 7 + 1).mul(1e-2).view(gradient.shape))
     if largest is not None:

@@ -13,6 +13,7 @@ from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.session import budget_shares
 from teraplan.runtime.session.budget import GraphForecast
 from teraplan.runtime.session.session import Session
+from tests.end_to_end import moving
 from tests.end_to_end.moving import adamw, budget_beside_others, states
 from tests.end_to_end.training import (
     MLP,
@@ -348,30 +349,15 @@ class WithTables(MLP):
         return super().forward(x + torch.stack([table(rows) for table in self.tables]).sum(0))
 
 
-def training_with_tables(number: int) -> Program:
-    def program(this: Run) -> None:
-        net = WithTables(number)
-        this.compile(net)
-        optimizer = adamw(p for p in net.parameters() if p.requires_grad)
-        for step in range(4):
-            loss = net(*net.batch(step))
-            torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, net, others=states(optimizer))
-            optimizer.zero_grad()
-
-    return program
-
-
 def test_what_is_frozen_has_no_gradient_and_no_state_that_would_need_room() -> None:
-    program = training_with_tables(1)
+    program = moving.training(adamw, make_model=lambda: WithTables(1), steps=4)
     reference = within(program, UNLIMITED)
     assert_same(reference, within(program, WithTables.NBYTES + MIB, training_state="moves"))
     assert moves()
 
 
 def test_what_a_graph_uses_at_once_has_to_have_room_from_the_beginning() -> None:
-    program = training_with_tables(3)
+    program = moving.training(adamw, make_model=lambda: WithTables(3), steps=4)
     with pytest.raises(InfeasibleBudgetError, match="what the graphs have at once") as refused:
         within(program, 2 * WithTables.NBYTES, training_state="moves")
     least = refused.value.least_budget_bytes

@@ -11,6 +11,7 @@ import teraplan
 from bench.models import gpt, moe
 from teraplan.runtime.engine.recorder import UPDATE
 from teraplan.values.step_trace import TensorKind
+from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import (
     DEPTH,
     ROWS,
@@ -50,11 +51,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
 }
 QUICK = ("AdamW",)
 RARE = ("AdamW fused", "Adagrad")
-NAMES = [
-    *QUICK,
-    *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n not in (*QUICK, *RARE)),
-    *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for n in RARE),
-]
+NAMES = by_cost(OPTIMIZERS, quick=QUICK, rare=RARE)
 
 
 @pytest.mark.parametrize("name", NAMES)

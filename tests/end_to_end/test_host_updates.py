@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import teraplan
 from teraplan.errors import UnsupportedError
+from tests.end_to_end.costs import by_cost
 from tests.end_to_end.hosting import check, host_updates, hosted, plain
 from tests.end_to_end.moving import (
     STEPS,
@@ -35,7 +36,6 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "SGD": sgd,
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
-LATER = ("AdamW foreach", "AdamW fused", "Adagrad")
 MORE: dict[str, Optimizers] = {
     "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
     "AdamW lr in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
@@ -49,9 +49,7 @@ MORE: dict[str, Optimizers] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["AdamW", "SGD", *(pytest.param(n, marks=pytest.mark.slow) for n in LATER)]
-)
+@pytest.mark.parametrize("name", by_cost(OPTIMIZERS, quick=("AdamW", "SGD")))
 def test_optimizers(name: str) -> None:
     check(training(OPTIMIZERS[name]))
 
@@ -59,11 +57,7 @@ def test_optimizers(name: str) -> None:
 RARE = ("RMSprop", "NAdam", "RAdam")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.exhaustive) if n in RARE else n for n in MORE],
-)
+@pytest.mark.parametrize("name", by_cost(MORE, rare=RARE))
 def test_more_optimizers(name: str) -> None:
     check(training(MORE[name]))
 

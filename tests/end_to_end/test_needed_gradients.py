@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from teraplan.errors import FallbackRefusedError, GradientGoneError, UnsupportedError
+from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import (
     DEPTH,
     ROWS,
@@ -90,18 +91,7 @@ QUICK_AT_STEP = ("clip_grad_norm_",)
 RARE_AT_STEP = ("clamp of data", "clipping that changes nothing", "a scale of 1", "dropped")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *QUICK_AT_STEP,
-        *(
-            pytest.param(n, marks=pytest.mark.slow)
-            for n in AT_STEP
-            if n not in (*QUICK_AT_STEP, *RARE_AT_STEP)
-        ),
-        *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for n in RARE_AT_STEP),
-    ],
-)
+@pytest.mark.parametrize("name", by_cost(AT_STEP, quick=QUICK_AT_STEP, rare=RARE_AT_STEP))
 def test_what_needs_gradients_updates_at_the_step_and_says_so(name: str) -> None:
     step_of, reason = AT_STEP[name]
     make_optimizer = Told if name == "arguments" else adamw

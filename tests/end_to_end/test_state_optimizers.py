@@ -180,7 +180,9 @@ class Both(torch.optim.Optimizer):
 
 @pytest.mark.slow
 def test_an_optimizer_around_several() -> None:
-    check(training(Both))
+    limited = run_moving(training(Both))
+    assert_same(run(training(Both), device_budget=100 << 30, training_state="stays"), limited)
+    assert not any("Both" in text for text in limited.final.fallbacks), "they run in buckets"
 
 
 class Clipping(Lion):
@@ -198,6 +200,30 @@ class Clipping(Lion):
 def test_one_that_looks_at_all_gradients_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"Clipping does not update each .* teraplan.detach"):
         run_moving(training(Clipping))
+
+
+class ClippingLater(Clipping):
+    """Begins with that in its third step."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.count = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.count += 1
+        Clipping.step(self) if self.count > 2 else Lion.step(self)
+
+
+def test_one_that_begins_later_to_look_at_all_gradients_is_refused_then() -> None:
+    optimizers: list[ClippingLater] = []
+
+    def make(parameters: Iterable[nn.Parameter]) -> ClippingLater:
+        optimizers.append(ClippingLater(parameters))
+        return optimizers[-1]
+
+    with pytest.raises(UnsupportedError, match=r"ClippingLater does not update each"):
+        run_moving(training(make))
+    assert optimizers[-1].count == 2
 
 
 class InPairs(Lion):

@@ -14,6 +14,7 @@ import teraplan
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, UnsupportedError
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.process import census
+from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import (
     DEPTH,
     ROWS,
@@ -47,11 +48,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
 
 
 RARE = ("Adagrad", "RMSprop", "NAdam", "RAdam")
-NAMES = [
-    "AdamW",
-    *(pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS if n not in (*RARE, "AdamW")),
-    *(pytest.param(n, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for n in RARE),
-]
+NAMES = by_cost(OPTIMIZERS, quick=("AdamW",), rare=RARE)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.state.per_parameter import keeps_anything_in, why_not_by_itself
+from teraplan.runtime.state.per_parameter import why_not_by_itself
+from teraplan.runtime.state.stand_in import keeps_anything_in
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -29,6 +30,11 @@ class Plain(torch.optim.Optimizer):
     def all(self) -> list[Tensor]:
         """Those that are in its groups."""
         return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def finite(self) -> list[tuple[Tensor, Tensor]]:
+        """Those whose gradients are, with these."""
+        return [(p, p.grad) for p in self.all if p.grad is not None and p.grad.isfinite().all()]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -167,10 +173,10 @@ class MomentaByPlace(Plain):
 
 
 class Normed(Plain):
-    """Divides by the norm of all gradients."""
+    """Divides by the norm of all gradients that are finite."""
 
     def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
-        counted = [q.grad for q in self.all if self.counts(q) and q.grad is not None]
+        counted = [g for q, g in self.finite if self.counts(q)]
         norms = [g.norm() for g in counted] or [torch.ones(())]
         norm: Tensor = torch.stack(norms).norm()
         return gradient / norm
@@ -205,18 +211,17 @@ class Clipped(Normed):
 
 
 class Least(Plain):
-    """Goes by the least of all gradients' largest elements."""
+    """Goes by the least of the largest elements of all gradients that are finite."""
 
     def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
-        return gradient * min(float(q.grad.abs().max()) for q in self.all if q.grad is not None)
+        return gradient * min(float(g.abs().max()) for _, g in self.finite)
 
 
 class Cautious(Plain):
     """Goes nowhere where a gradient is not finite."""
 
     def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
-        finite = all(bool(q.grad.isfinite().all()) for q in self.all if q.grad is not None)
-        return gradient * finite
+        return gradient * (len(self.finite) == len(self.all))
 
 
 class Dice(Plain):
@@ -276,9 +281,17 @@ def test_these_do_not(make: Make, reason: str, each: bool) -> None:
 
 def test_gradients_that_are_zero_hide_nothing() -> None:
     optimizer, _ = _made(Normed, each=False)
-    for p in optimizer.param_groups[0]["params"][:3]:
+    for p in optimizer.param_groups[0]["params"]:
         p.grad.zero_()
     assert "becomes another" in why_not_by_itself(optimizer, (), {}, remedy="")
+
+
+def test_empty_parameters_are_passed_over() -> None:
+    optimizer, _ = _made(Plain, each=False)
+    empty = torch.nn.Parameter(torch.empty(0))
+    empty.grad = torch.empty(0)
+    optimizer.add_param_group({"params": [empty]})
+    assert why_not_by_itself(optimizer, (), {}, remedy="") == ""
 
 
 def test_gradients_that_are_tiny_hide_no_limit() -> None:
