@@ -49,27 +49,47 @@ class GraphForecast:
         self._tables: dict[str, GraphTable] = {}
 
     def refresh(
-        self, tables: Iterable[GraphTable], *, update_bytes: int, state_moves: bool
+        self,
+        tables: Iterable[GraphTable],
+        *,
+        update_bytes: int,
+        elsewhere_bytes: int = 0,
+        state_moves: bool,
     ) -> None:
         """Count the state anew and take in all graphs compiled so far.
 
         Args:
             tables: of the graphs.
             update_bytes: what one parameter's update needs beside its state.
+            elsewhere_bytes: of the state that optimizers will make, what is not on the device.
             state_moves: that of large parameters is accounted for elsewhere.
         """
         self.state_bytes = self._device.state_bytes()
-        below = MIN_SLOT_BYTES if state_moves else None
-        self.gradients_bytes, self.optimizer_bytes = census.missing_nbytes(
-            self._device.type, below=below
-        )
         self.update_bytes, self._state_moves = update_bytes, state_moves
+        self.gradients_bytes, self.optimizer_bytes = self._missing_nbytes(elsewhere_bytes)
         for table in tables:
             self.add(table)
 
     def add(self, table: GraphTable) -> None:
         """Take in one graph."""
         self._tables[table.graph] = table
+
+    def meet(self, table: GraphTable, *, update_bytes: int, elsewhere_bytes: int) -> None:
+        """Take in one graph in the middle of a step: what lasts cannot be counted there.
+
+        The arguments are as in `refresh`.
+        """
+        self.add(table)
+        self.update_bytes = update_bytes
+        gradients_bytes, optimizer_bytes = self._missing_nbytes(elsewhere_bytes)
+        self.gradients_bytes = max(self.gradients_bytes, gradients_bytes)
+        self.optimizer_bytes = max(self.optimizer_bytes, optimizer_bytes)
+
+    def _missing_nbytes(self, elsewhere_bytes: int) -> tuple[int, int]:
+        """Of gradients and optimizer state."""
+        below = MIN_SLOT_BYTES if self._state_moves else None
+        gradients_bytes, optimizer_bytes = census.missing_nbytes(self._device.type, below=below)
+        return gradients_bytes, optimizer_bytes - elsewhere_bytes
 
     @property
     def future_state_bytes(self) -> int:

@@ -22,6 +22,12 @@ _HEADROOM_BYTES = 8 << 20
 between tensors."""
 
 
+_STATE_COULD_MOVE = (
+    "Parameters, gradients and optimizer state stay on the device here; "
+    'training_state="moves" lets them leave, too'
+)
+
+
 class BudgetShares:
     """Of one session."""
 
@@ -103,11 +109,17 @@ class BudgetShares:
         self._budget_bytes = budget = self.budget_bytes(case)
         if is_new:
             self._keeper.share_out(budget, self.forecast.least_bytes)
+        elif case.memory is None:
+            self._share_out_again(budget)
         self.rest_bytes = budget - self._keeper.limit_bytes
-        if self._given is not None and (is_new or (case.memory is None and may_start)):
+        if self._given is not None and (is_new or case.memory is None):
             # What moves can have less than its share, so that a little more is needed beside it.
-            has_way_out = self._keeper.moves or may_start
+            has_way_out = may_start or (is_new and self._keeper.moves)
             self._refuse(case, certainly=self._given.nbytes is None or not has_way_out)
+
+    def _share_out_again(self, budget_bytes: int) -> None:
+        """Graphs were compiled since, so that the state or all else may need more."""
+        self._keeper.share_out(budget_bytes, max(self.forecast.least_bytes, self.rest_bytes))
 
     def meet(self, case: Case, table: GraphTable) -> None:
         """Another graph is about to run for the first time, in the middle of a step without a plan.
@@ -115,11 +127,15 @@ class BudgetShares:
         Raises:
             InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
         """
-        self.forecast.add(table)  # to count what lasts is for the beginning of a step
+        self.forecast.meet(
+            table,
+            update_bytes=self._keeper.update_bytes,
+            elsewhere_bytes=self._host_updates.missing_bytes(),
+        )
         if self._given is None:
             return
         self._budget_bytes = budget = self.budget_bytes(case)
-        self._keeper.share_out(budget, max(self.forecast.least_bytes, self.rest_bytes))
+        self._share_out_again(budget)
         self.rest_bytes = budget - self._keeper.limit_bytes
         if not self._keeper.may_start:
             self._refuse(case, certainly=True)
@@ -143,6 +159,15 @@ class BudgetShares:
             shared_bytes=self._keeper.shared_bytes,
             given=given,
         )
+
+    def explain(self, error: InfeasibleBudgetError, fault: str) -> None:
+        """Add what else users can do; `fault`: what storage has said before, if anything."""
+        if self._keeper.could_move:
+            error.add_note(_STATE_COULD_MOVE)
+        if self._keeper.refusal:
+            error.add_note(self._keeper.refusal)
+        if fault:
+            error.args = (f"{error}. Storage has failed before: {fault}",)
 
     def divide_again(self, case: Case, least_bytes: int, most_bytes: int) -> None:
         """Once memory has been measured: the state gets what is left of the budget.
@@ -183,6 +208,8 @@ class BudgetShares:
 
     def _refresh(self, tables: Iterable[GraphTable]) -> None:
         self.forecast.refresh(
-            tables, update_bytes=self._keeper.update_bytes, state_moves=self._keeper.moves
+            tables,
+            update_bytes=self._keeper.update_bytes,
+            elsewhere_bytes=self._host_updates.missing_bytes(),
+            state_moves=self._keeper.moves,
         )
-        self.forecast.optimizer_bytes -= self._host_updates.missing_bytes()

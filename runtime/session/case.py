@@ -32,6 +32,11 @@ _FIRST_PAUSE = 16
 """Steps until such a kind is measured again; each further time twice as many."""
 
 
+_MAX_DIVERGED, _MAX_DOUBLED = 3, 5
+"""Steps in a row that went another way than planned, after which a kind of step is measured anew;
+each further time twice as many, so often at most."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
     """What the step in which memory was measured has found."""
@@ -83,6 +88,10 @@ class Case:
     paused_steps: int = 0
     """Since the last of them, if there are no more."""
     num_pauses: int = 0
+    num_diverged: int = 0
+    """Of the latest planned steps, those that went another way than planned."""
+    num_anew: int = 0
+    """How often it was measured anew for that."""
     num_grown: int = 0
     """Of the steps in which memory was measured, those in which the process has grown."""
     num_odd: int = 0
@@ -108,6 +117,16 @@ class Case:
     def pause_steps(self) -> int:
         """How many steps of a kind that does not repeat are not measured."""
         return _FIRST_PAUSE << self.num_pauses
+
+    @property
+    def why_unplanned(self) -> str:
+        """Why no plan can be made of what was measured; "" while one still can."""
+        if self.repeats:
+            return ""
+        return (
+            f"step kind {self.number} was different every time; its next {self.pause_steps} run "
+            "without a plan, then it is measured again"
+        )
 
     def count_pause(self) -> None:
         """A step was not measured. Users may have interrupted those that were."""
@@ -138,6 +157,21 @@ class Case:
         room, workspaces = budget_bytes - self.memory.state_bytes, self.memory.workspaces_bytes
         before = (workspaces[-1], *workspaces)
         return tuple(room - min(pair) for pair in zip(before, workspaces, strict=False))
+
+    def diverged(self, *, for_good: bool) -> "Case | None":
+        """A planned step went another way than planned.
+
+        Args:
+            for_good: it ran graphs that are new.
+
+        Returns:
+            The same kind of step, as if never met, if the steps to come are to be measured anew.
+        """
+        self.num_diverged += 1
+        if not for_good and self.num_diverged < _MAX_DIVERGED << min(self.num_anew, _MAX_DOUBLED):
+            return None
+        log.info("step kind %d goes another way than planned: measuring it anew", self.number)
+        return Case(number=self.number, num_anew=self.num_anew + (not for_good))
 
     def measured(self, num_steps: int) -> bool:
         """True if memory and at least `num_steps` steps' times have been measured."""

@@ -6,7 +6,8 @@
     then        a plan is made, and every following step of this kind runs under it
 
 Where a step ends and the next begins, `step_bounds` says. Steps whose first graph or input sizes
-differ are different kinds, each measured and planned by itself.
+differ are different kinds, each measured and planned by itself, and anew where steps have come to
+go another way than planned.
 """
 
 import copy
@@ -53,10 +54,6 @@ from teraplan.values.status import Status
 
 log = logging.getLogger(__name__)
 
-_STATE_COULD_MOVE = (
-    "Parameters, gradients and optimizer state stay on the device here; "
-    'training_state="moves" lets them leave, too'
-)
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
 
@@ -175,7 +172,7 @@ class Session:
                 self._meet(table)
             if self._bounds.at_begin():
                 self._begin_step((table.graph, shapes))
-            elif self.engine.unplanned:
+            else:
                 assert self.active is not None and self.engine.recorder is not None
                 self._shares.saw(self.engine.recorder.saved_bytes)
                 if is_new:
@@ -184,12 +181,8 @@ class Session:
         except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
             if isinstance(error, InfeasibleBudgetError) and self._may_start:
                 raise StateHasToMoveError from None
-            if isinstance(error, InfeasibleBudgetError) and self.keeper.could_move:
-                error.add_note(_STATE_COULD_MOVE)
-            if isinstance(error, InfeasibleBudgetError) and self.keeper.refusal:
-                error.add_note(self.keeper.refusal)
-            if self._fault and isinstance(error, InfeasibleBudgetError):
-                error.args = (f"{error}. Storage has failed before: {self._fault}",)
+            if isinstance(error, InfeasibleBudgetError):
+                self._shares.explain(error, self._fault)
             self._error = copy.copy(error)  # not its traceback: that holds the user's model
             raise
         self._compiles_entered = self._compiles
@@ -252,7 +245,11 @@ class Session:
         self._compiles_seen = self._compiles_entered  # what came later is the next step's
         faults = self._faults.take()
         if case.schedule is not None:
-            self._finish_planned_step(case, recorder, stalls)
+            if self.engine.diverged_at is None:
+                case.num_diverged = 0
+                self._finish_planned_step(case, recorder, stalls)
+            else:
+                self._finish_diverged_step(case, with_new_graphs=compiled)
         elif not case.repeats:
             case.count_pause()
         elif not (compiled or self._rehearses or case.lets_grow(recorder)):
@@ -262,7 +259,8 @@ class Session:
                 self._shares.divide_again(case, *self.plans.needs(case))
             if recorder.measure_memory:
                 self.device.run_fast()
-            self._check_repeats(case)
+            if case.why_unplanned:
+                self.fall_back(case.why_unplanned)
         if faults:
             self._plan_around(case, faults)
 
@@ -273,19 +271,11 @@ class Session:
         self.plans.forget_room(case)
         self.fall_back(f"of {len(faults)} faults of storage the first: {faults[0]}")
 
-    def _check_repeats(self, case: Case) -> None:
-        if not case.repeats:
-            self.fall_back(
-                f"step kind {case.number} was different every time; its next {case.pause_steps} "
-                "run without a plan, then it is measured again"
-            )
-
     def _finish_planned_step(
         self, case: Case, recorder: StepRecorder, stalls: Iterable[DeviceStall]
     ) -> None:
         assert case.schedule is not None
         engine, moved = self.engine, self.last_transfers
-        self.diverged_steps += engine.diverged_at is not None
         if self.device.waits_to_tell and not case.samples_run():
             return
         plan, step = case.schedule.plan, case.schedule.step
@@ -305,6 +295,12 @@ class Session:
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
             self._forget_peak()
+
+    def _finish_diverged_step(self, case: Case, *, with_new_graphs: bool) -> None:
+        self.diverged_steps += 1
+        anew = case.diverged(for_good=with_new_graphs) if self.plans.replayed is None else None
+        if anew is not None:
+            self.cases = {key: anew if c is case else c for key, c in self.cases.items()}
 
     def _count_overhead_anew(self, case: Case) -> None:
         """The process has grown since memory was measured: by code, by what planning keeps."""

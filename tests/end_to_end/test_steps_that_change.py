@@ -1,0 +1,178 @@
+"""Training that goes on in another way: parts are thawed, or are called more often."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from teraplan.errors import InfeasibleBudgetError
+from tests.end_to_end.costs import by_cost
+from tests.end_to_end.moving import adamw, budget_beside_others, run_moving, states
+from tests.end_to_end.training import (
+    UNLIMITED,
+    Program,
+    Run,
+    assert_same,
+    run,
+    tight,
+    unlimited,
+)
+
+WIDTH, ROWS, ROWS_OF_TABLE = 128, 64, 16_384
+MATRIX_BYTES = WIDTH * WIDTH * 4
+TABLE_BYTES = ROWS_OF_TABLE * WIDTH * 4
+BUDGET = TABLE_BYTES + (4 << 20)
+"""Room for the table, not for a second one."""
+CHANGES_AT, STEPS = 5, 13
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            x = x + torch.tanh(linear(x))
+        return x
+
+
+class Table(nn.Module):
+    """Most of the model, frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(ROWS_OF_TABLE, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        loss: Tensor = (torch.tanh(x) * self.rows(chosen)).square().mean()
+        return loss
+
+
+class Both(nn.Module):
+    """In one graph."""
+
+    def __init__(self, layers: Layers, table: Table) -> None:
+        super().__init__()
+        self.layers, self.table = layers, table
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        loss: Tensor = self.table(self.layers(x), chosen)
+        return loss
+
+
+def thawing(*, at: int, in_one_graph: bool) -> Program:
+    """The table is trained from step `at` on."""
+
+    def program(this: Run) -> None:
+        layers, table = Layers(), Table()
+        model = Both(layers, table)
+        for part in [model] if in_one_graph else [layers, table]:
+            this.compile(part)
+        optimizer = adamw(model.parameters())
+        random = torch.Generator().manual_seed(3)
+        for step in range(STEPS):
+            if step == at:
+                table.requires_grad_(True)
+            x = torch.randn(ROWS, WIDTH, generator=random)
+            loss = model(x, torch.randint(ROWS_OF_TABLE, (ROWS,), generator=random))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model, others=states(optimizer))
+            optimizer.zero_grad()
+
+    return program
+
+
+THAWED = {
+    f"{what} {where}, {training_state}": (at, where == "alone", training_state)
+    for what, at in {"measuring": 2, "planned": 6}.items()
+    for where in ("alone", "behind")
+    for training_state in ("moves", "stays")
+}
+"""The step, whether one graph has all, and where the training state is."""
+
+
+@pytest.mark.parametrize(
+    "which",
+    by_cost(
+        THAWED,
+        quick=["measuring alone, moves"],
+        rare=THAWED.keys() - {"planned behind, moves", "planned behind, stays"},
+    ),
+)
+def test_a_large_part_that_cannot_be_trained_is_refused_when_it_is_thawed(which: str) -> None:
+    at, in_one_graph, training_state = THAWED[which]
+    runs: list[Run] = []
+
+    def program(this: Run) -> None:
+        runs.append(this)
+        thawing(at=at, in_one_graph=in_one_graph)(this)
+
+    budget = budget_beside_others(BUDGET)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        run(program, device_budget=budget, training_state=training_state)
+    assert len(runs[0].recorded) == at, "no step with it has been taken"
+    missing = caught.value.least_budget_bytes - budget
+    assert missing > 2 * TABLE_BYTES
+    del caught  # its traceback has the model
+    enough = budget_beside_others(BUDGET) + missing
+    limited = run(program, device_budget=enough, training_state=training_state)
+    assert_same(run(program, device_budget=UNLIMITED, training_state="stays"), limited)
+
+
+def changing(rest_of: Callable[[Layers, Tensor], Tensor]) -> Program:
+    """From step `CHANGES_AT` on, `rest_of` the step is made of another part and what it has got."""
+
+    def program(this: Run) -> None:
+        first, second = Layers(), Layers()
+        for part in (first, second):
+            this.compile(part)
+        model = nn.ModuleList([first, second])
+        optimizer = adamw(model.parameters())
+        random = torch.Generator().manual_seed(3)
+        for step in range(STEPS):
+            x = first(torch.randn(ROWS, WIDTH, generator=random))
+            x = rest_of(second, x) if step >= CHANGES_AT else second(x)
+            loss = x.square().mean()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, model, others=states(optimizer))
+            optimizer.zero_grad()
+
+    return program
+
+
+def twice(part: Layers, x: Tensor) -> Tensor:
+    """Graphs that the plan knows, one of them once more."""
+    result: Tensor = part(part(x))
+    return result
+
+
+def in_halves(part: Layers, x: Tensor) -> Tensor:
+    """Graphs of another size."""
+    return torch.cat([part(x[: ROWS // 4]), part(x[ROWS // 4 :])])
+
+
+CHANGED = {
+    f"{what} graphs, {moves}": (rest_of, num_diverged, moves == "state moves")
+    for what, rest_of, num_diverged in (("known", twice, 3), ("new", in_halves, 1))
+    for moves in ("activations", "state moves")
+}
+"""The rest of the step, how many steps leave their plan, and whether the training state moves."""
+
+
+@pytest.mark.parametrize(
+    "which",
+    by_cost(CHANGED, quick=["known graphs, activations"], rare=["new graphs, activations"]),
+)
+def test_steps_that_go_on_in_another_way_get_a_plan_of_their_own(which: str) -> None:
+    rest_of, num_diverged, moves = CHANGED[which]
+    program = changing(rest_of)
+    reference = unlimited(program)
+    limited = run_moving(program, 24 * MATRIX_BYTES) if moves else tight(program, reference, 0.4)
+    assert_same(reference, limited)
+    before, last = limited.statuses[CHANGES_AT - 1], limited.statuses[-1]
+    assert before.phase == last.phase == "planned"
+    assert last.diverged_steps == num_diverged
