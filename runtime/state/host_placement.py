@@ -14,7 +14,7 @@ from teraplan.runtime.process import fallbacks
 from teraplan.runtime.process.census import states_to_come
 from teraplan.runtime.state import host_choice, host_state
 from teraplan.runtime.state.host_memory import host_bytes
-from teraplan.runtime.state.host_state import HostState, send_to
+from teraplan.runtime.state.host_state import SHARES_MEMORY, HostState, send_to, shares_memory
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.units import format_nbytes
 
@@ -82,7 +82,10 @@ class HostPlacement:
         placed = self._placed.get(optimizer)
         for parameter in list(placed.chosen) if placed is not None else ():
             state = optimizer.state.get(parameter)
-            if state and not self.state.take_in(state):
+            if state and shares_memory(state, parameter):
+                self._send_home(optimizer, parameter)
+                self.note_stay(optimizer, SHARES_MEMORY)
+            elif state and not self.state.take_in(state):
                 self.give_up(optimizer, parameter)
 
     def to_update(self, optimizer: Optimizer, left: Optimizer) -> list[torch.Tensor]:
@@ -143,6 +146,10 @@ class HostPlacement:
         fallbacks.allow(text, strict=self._strict)
         if text not in self.fallbacks:
             self.fallbacks.append(text)
+
+    def note_stay(self, optimizer: Optimizer, why: str) -> None:
+        """What an optimizer does is why it updates parameters on the device."""
+        self.note(f"{type(optimizer).__name__} {why}: it updates on the device")
 
     def close(self) -> None:
         """Give back the memory for values and gradients."""

@@ -12,10 +12,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.state.host_memory import host_tensor
 from teraplan.runtime.state.host_twins import is_dense
+from teraplan.runtime.state.movable import memory_of
+from teraplan.runtime.state.stand_in import found_in
 from teraplan.values.graph_table import MIN_SLOT_BYTES
 
 State = dict[str, Any]
 
+SHARES_MEMORY = (
+    "keeps state that shares memory with a gradient, a parameter or other state, or tensors in "
+    "containers"
+)
 _on_host = WeakIdKeyDictionary()
 """Parameters that are updated on the host, of all sessions."""
 
@@ -34,6 +40,26 @@ def forget(parameter: torch.Tensor) -> None:
 def is_updated_on_host(parameter: torch.Tensor) -> bool:
     """True if the parameter's optimizer state belongs in host memory."""
     return parameter in _on_host
+
+
+def shares_memory(state: State, parameter: torch.Tensor) -> bool:
+    """True if a parameter's state is not tensors each with memory of its own.
+
+    Copied one by one, two names of one tensor would be two tensors, and what is the parameter's or
+    the gradient's own would no longer change with it. In containers nobody looks for them.
+    """
+    memories = {memory_of(parameter)}
+    if parameter.grad is not None:
+        memories.add(memory_of(parameter.grad))
+    for value in state.values():
+        if not isinstance(value, torch.Tensor):
+            if next(found_in(value, torch.Tensor), None) is not None:
+                return True
+        elif memory_of(value) in memories:
+            return True
+        else:
+            memories.add(memory_of(value))
+    return False
 
 
 class HostState:

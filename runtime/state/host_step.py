@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from teraplan.errors import HostUpdateError, StorageFullError, TeraplanError
+from teraplan.errors import HostUpdateError, StorageFullError, TeraplanError, UnsupportedError
 from teraplan.runtime.host_lane import HostLane, Wait
 from teraplan.runtime.state.host_memory import host_bytes
-from teraplan.runtime.state.host_state import HostState, State
+from teraplan.runtime.state.host_state import SHARES_MEMORY, HostState, State, shares_memory
 from teraplan.runtime.state.host_twins import Sent, Twin, twins_in
 from teraplan.runtime.state.stand_in import Values, stand_in, values_beside_state, values_to_host
 from teraplan.runtime.state.update_trial import plain_step
@@ -154,6 +154,11 @@ class HostStep:
         self.busy_ns += time.perf_counter_ns() - start_ns
         unscaled = getattr(made, "grad_scale", None) is not None
         for twin in twins:
+            if shares_memory(made.state.get(twin.tensor, {}), twin.tensor):
+                raise UnsupportedError(
+                    f"{type(self._optimizer).__name__} {SHARES_MEMORY}, which it did not in the "
+                    'steps before: set host_updates to "never"'
+                )
             with place.access((twin.parameter, twin.gradient), writes=True):
                 twin.back(place.lane, unscaled=unscaled)
             state = made.state.get(twin.tensor)

@@ -39,9 +39,9 @@ from teraplan.runtime.state.host_worker import HostWorker
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.state.per_parameter import (
     KEPT_FOR_ALL,
-    draws_random_numbers,
     not_by_itself,
     why_not_by_itself,
+    why_not_elsewhere,
 )
 from teraplan.runtime.state.stand_in import (
     equal,
@@ -263,12 +263,12 @@ class HostUpdates:
             why = f"keeps an object in {name}"
         elif why_not := why_not_by_itself(optimizer, args, kwargs, remedy=_REMEDY):
             raise not_by_itself(optimizer, why_not, _REMEDY)
-        elif draws_random_numbers(optimizer, args, kwargs):
-            why = "draws random numbers, which the host would draw in another order"
+        else:
+            why = why_not_elsewhere(optimizer, args, kwargs)
         known.tried, known.refused = True, bool(why)
         if why:
             self.placement.let_go(optimizer)
-            self.placement.note(f"{type(optimizer).__name__} {why}: it updates on the device")
+            self.placement.note_stay(optimizer, why)
         return not known.refused
 
     def _measure(

@@ -25,6 +25,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """Tells memories of tensors apart; of one that has none, the tensor itself."""
+    strided = tensor.layout == torch.strided
+    return int(tensor.untyped_storage()._cdata) if strided else id(tensor)
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
     """True if a view, another parameter, an array or another process has its memory, too."""
     storage = tensor.untyped_storage()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from teraplan.errors import UnsupportedError
+from teraplan.runtime.state.host_state import SHARES_MEMORY, shares_memory
 from teraplan.runtime.state.stand_in import equal, is_of_torch, parameters_of
 from teraplan.runtime.state.update_trial import (
     LOUD,
@@ -97,21 +98,30 @@ def not_by_itself(optimizer: Optimizer, why: str, remedy: str) -> UnsupportedErr
     return UnsupportedError(f"{name} does not update each parameter by itself: {why}; {remedy}")
 
 
-def draws_random_numbers(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """True if an update uses random numbers; tried on a copy of a small parameter.
+def why_not_elsewhere(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Why copies of parameters, with copies of their state, do not become what they would.
 
-    False without a trial for optimizers of torch, none of which does.
+    "" if they do, and without a look for optimizers of torch. Tried on copies of small parameters.
     """
     if is_of_torch(optimizer):
-        return False
+        return ""
+    shares = any(shares_memory(s, p) for p, s in optimizer.state.items() if _is_of_one(p, s))
     random = torch.get_rng_state()
     try:
         for group in optimizer.param_groups:
             for p in sorted(filter(_can_be_tried, group["params"]), key=lambda p: p.nbytes)[:1]:
-                UpdateTrial(optimizer, [p], p).run(args, kwargs)
-        return not torch.equal(random, torch.get_rng_state())
+                trial = UpdateTrial(optimizer, [p], p)
+                trial.run(args, kwargs)
+                shares = shares or trial.state_shares_memory
+        if not torch.equal(random, torch.get_rng_state()):
+            return "draws random numbers, which the host would draw in another order"
     finally:
         torch.set_rng_state(random)
+    return SHARES_MEMORY if shares else ""
+
+
+def _is_of_one(key: object, state: object) -> bool:
+    return isinstance(key, torch.Tensor) and isinstance(state, dict)
 
 
 def _why_not_any(

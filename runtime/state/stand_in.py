@@ -22,12 +22,17 @@ import torch
 Optimizer = torch.optim.Optimizer
 _T = TypeVar("_T")
 Values = list[dict[str, object]]
+Copies = dict[int, Any]
+"""By identity of what was copied, as `copy.deepcopy` has it."""
 
 _SHARED = ("state", "param_groups", "defaults")
+_CHANGEABLE = (list, dict, set)
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 
 _stand_ins: "weakref.WeakKeyDictionary[Optimizer, Optimizer]" = weakref.WeakKeyDictionary()
 """Each with the optimizer that it stands in for."""
+_copied_for: "weakref.WeakKeyDictionary[Optimizer, Copies]" = weakref.WeakKeyDictionary()
+"""What of that each has copied."""
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -44,18 +49,18 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 def stand_in(optimizer: Optimizer, bucket: Set[int]) -> Optimizer:
     """`optimizer` as it is now, with those parameters whose ids are in `bucket`."""
     made: Optimizer = object.__new__(type(optimizer))
+    copies: Copies = {}
     made.__dict__.update(optimizer.__dict__)
-    made.__dict__.update({name: _copied(value) for name, value in attributes_of(optimizer).items()})
+    made.__dict__.update(_copied_values(attributes_of(optimizer), copies))
     made._optimizer_step_pre_hooks = OrderedDict()  # the user's are for the step as a whole
     made._optimizer_step_post_hooks = OrderedDict()
     made.param_groups = [
-        {name: _copied(value) for name, value in group.items() if name != "params"}
-        | {"params": [p for p in group["params"] if id(p) in bucket]}
+        _copied_values(group, copies) | {"params": [p for p in group["params"] if id(p) in bucket]}
         for group in optimizer.param_groups
     ]
     made.state = defaultdict(dict, _copies_of(_loose(optimizer)))
     made.state.update((p, optimizer.state[p]) for p in parameters_of(made) if p in optimizer.state)
-    _stand_ins[made] = optimizer
+    _stand_ins[made], _copied_for[made] = optimizer, copies
     return made
 
 
@@ -81,11 +86,10 @@ def values_beside_state(optimizer: Optimizer) -> Values:
 
     Attributes, what is in `state` under a name, and then what is in each group.
     """
-    found = [{name: _copied(value) for name, value in attributes_of(optimizer).items()}]
-    found.append(_copies_of(_loose(optimizer)))
-    for group in optimizer.param_groups:
-        found.append({name: _copied(value) for name, value in group.items() if name != "params"})
-    return found
+    copies: Copies = {}
+    attributes, loose = attributes_of(optimizer), _copies_of(_loose(optimizer))
+    groups = (_copied_values(group, copies) for group in optimizer.param_groups)
+    return [_copied_values(attributes, copies), loose, *groups]
 
 
 def equal(first: Values, second: Values) -> bool:
@@ -107,7 +111,7 @@ def take_over(optimizer: Optimizer, made: Optimizer) -> None:
     if not loose and not found:
         return
     state = _of_all(optimizer)
-    _write(state, found, state.keys() - loose.keys())
+    _write(state, found, state.keys() - loose.keys(), {})
     first = list(takewhile(found.__contains__, made.state))
     if not loose.keys() >= set(first):  # as the plain step would have made them
         ordered = {key: state[key] for key in first} | state
@@ -117,9 +121,10 @@ def take_over(optimizer: Optimizer, made: Optimizer) -> None:
 def take_values_over(optimizer: Optimizer, made: Optimizer) -> None:
     """The same of attributes and groups alone."""
     shared = {*_SHARED, *(name for name in vars(optimizer) if name.startswith("_optimizer_"))}
-    _write(vars(optimizer), vars(made), shared)
+    copies = _copied_for.get(made, {})
+    _write(vars(optimizer), vars(made), shared, copies)
     for group, values in zip(optimizer.param_groups, made.param_groups, strict=True):
-        _write(group, values, {"params"})
+        _write(group, values, {"params"}, copies)
 
 
 def values_to_host(made: Optimizer) -> None:
@@ -196,7 +201,9 @@ def _are_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _write(target: dict[Any, Any], source: dict[Any, Any], left_out: Set[Any]) -> None:
+def _write(
+    target: dict[Any, Any], source: dict[Any, Any], left_out: Set[Any], copies: Copies
+) -> None:
     for name in target.keys() - source.keys() - left_out:
         del target[name]
     for name, value in source.items():
@@ -210,7 +217,19 @@ def _write(target: dict[Any, Any], source: dict[Any, Any], left_out: Set[Any]) -
                 with torch.no_grad():
                     current.copy_(value)
                 continue
-        target[name] = value
+        if copies.get(id(current)) is value and isinstance(current, _CHANGEABLE):
+            _refill(current, value)
+        else:
+            target[name] = value
+
+
+def _refill(container: Any, values: Any) -> None:  # noqa: ANN401
+    """Let a container have what is in a copy of it: the user may have it in hand, too."""
+    if isinstance(container, list):
+        container[:] = values
+    else:
+        container.clear()
+        container.update(values)
 
 
 def _loose(optimizer: Optimizer) -> dict[Any, object]:
@@ -237,13 +256,32 @@ def deep_copied(value: object) -> object:
         return value
 
 
-def _copied(value: object) -> object:
+def _copied_values(values: Mapping[str, object], copies: Copies) -> dict[str, Any]:
+    """Attributes, or a group but for its parameters; what two names have in common they still have.
+
+    Args:
+        values: by name.
+        copies: of what was copied before; gets the new ones.
+    """
+    return {name: _copied(value, copies) for name, value in values.items() if name != "params"}
+
+
+def _copied(value: object, copies: Copies) -> object:
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-        return value.detach().clone()
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone()
+        return copies[id(value)]
     # An empty container may be for parameters' own things, which have to last.
-    if isinstance(value, (list, dict, set)) and value and _is_plain(value):
-        return value.copy()
+    if isinstance(value, _CHANGEABLE) and value and _is_plain(value):
+        return copy.deepcopy(value, copies)
+    if isinstance(value, tuple) and any(map(_is_changeable, value)) and _is_plain(value):
+        return copy.deepcopy(value, copies)
     return value
+
+
+def _is_changeable(value: object) -> bool:
+    """A tuple of numbers, such as an Adam's `betas` in each of a thousand groups, is no work."""
+    return isinstance(value, (tuple, *_CHANGEABLE))
 
 
 def _is_plain(value: object) -> bool:

@@ -17,6 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from teraplan.runtime.state.host_state import shares_memory
+from teraplan.runtime.state.movable import memory_of
 from teraplan.runtime.state.stand_in import (
     Values,
     attributes_of,
@@ -126,6 +128,11 @@ class UpdateTrial:
         return b"".join(t.flatten().view(torch.uint8).numpy().tobytes() for t in tensors)
 
     @property
+    def state_shares_memory(self) -> bool:
+        """True if the target's state is not tensors each with memory of its own."""
+        return shares_memory(self._made.state.get(self._target, {}), self._target)
+
+    @property
     def values(self) -> Values:
         """What the step has left that is no parameter's."""
         return [
@@ -160,8 +167,8 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._theirs = {_memory(t) for t in _tensors_of(optimizer)}
-        self._readable = {_memory(t) for t in tensors_in_containers(optimizer)} - self._theirs
+        self._theirs = {memory_of(t) for t in _tensors_of(optimizer)}
+        self._readable = {memory_of(t) for t in tensors_in_containers(optimizer)} - self._theirs
 
     def __torch_dispatch__(
         self,
@@ -176,7 +183,7 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = args[number] if number < len(args) else kwargs.get(declared.name)
             writes = alias is not None and alias.is_write
             for tensor in tree_leaves(value):
-                if isinstance(tensor, torch.Tensor) and self._forbids(_memory(tensor), writes):
+                if isinstance(tensor, torch.Tensor) and self._forbids(memory_of(tensor), writes):
                     raise OutOfReachError
         return func(*args, **kwargs)
 
@@ -201,12 +208,6 @@ def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         if p.grad is not None:
             yield p.grad
         yield from (v for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor))
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Tells memories of tensors apart; of one that has none, the tensor itself."""
-    strided = tensor.layout == torch.strided
-    return int(tensor.untyped_storage()._cdata) if strided else id(tensor)
 
 
 def _corner_shape(p: torch.Tensor) -> tuple[int, ...]:

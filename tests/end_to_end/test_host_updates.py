@@ -299,14 +299,56 @@ def test_one_that_looks_at_all_gradients_is_refused_by_name() -> None:
     assert_same(plain(program), hosted(program))
 
 
+class TwoNames(Lion):
+    """Has one tensor of each parameter's state under two names."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            state.setdefault("again", state["momentum"]).mul_(0.9)
+
+
+class RowBefore(Lion):
+    """Keeps a row of each gradient, in the gradient itself."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if "row" in self.state[p]:
+                p[:1].sub_(self.state[p]["row"])
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["row"] = p.grad[:1]
+
+
+class GradientsBefore(Lion):
+    """Keeps gradients in a list."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            kept = self.state[p].setdefault("kept", [])
+            kept.append(p.grad)
+            p.sub_(kept[0], alpha=1e-2)
+
+
 @pytest.mark.slow
-def test_random_numbers_and_containers_stay_on_the_device() -> None:
+def test_what_copies_would_not_become_stays_on_the_device() -> None:
     class Listing(Lion):
         def __init__(self, parameters: Iterable[Tensor]) -> None:
             super().__init__(parameters)
             self.seen = [p.detach().clone() for p in self.param_groups[0]["params"]]
 
-    for make, why in ((Noisy, "draws random numbers"), (Listing, "keeps tensors")):
+    made = (
+        (Noisy, "draws random numbers"),
+        (Listing, "keeps tensors"),
+        (TwoNames, "shares memory"),
+        (RowBefore, "shares memory"),
+        (GradientsBefore, "shares memory"),
+    )
+    for make, why in made:
         found = hosted(training(make))
         assert_same(plain(training(make)), found)
         assert any(why in text for text in found.statuses[-1].fallbacks)
