@@ -24,7 +24,7 @@ from teraplan.errors import ConfigError, TeraplanError, UnsupportedError
 from teraplan.library.builder import StepBuilder, Work
 from teraplan.library.costs import Roofline
 from teraplan.library.machines import Machine
-from teraplan.values.step_trace import StepTrace, TensorKind
+from teraplan.values.step_trace import UPDATE_GRAPH, StepTrace, TensorKind
 
 Factory = Callable[[], tuple[torch.nn.Module, Sequence[Any] | dict[str, Any]]]
 
@@ -90,7 +90,7 @@ def trace_of_module(factory: Factory, machine: Machine) -> StepTrace:
             loss = torch.stack([_sum(output) for output in outputs]).sum()
             recorder.graph, recorder.backward = "backward", True
             loss.backward()  # type: ignore[no-untyped-call]
-            recorder.graph, recorder.backward = "optimizer", False
+            recorder.graph = UPDATE_GRAPH
             recorder.name_gradients()
             optimizer.step()
     return recorder.trace(optimizer)

@@ -15,6 +15,7 @@ from teraplan.runtime.device import Device
 from teraplan.runtime.engine.saved import Saved
 from teraplan.runtime.engine.state_log import StateLog
 from teraplan.values.step_trace import (
+    UPDATE_GRAPH,
     Fingerprint,
     Recompute,
     Site,
@@ -30,8 +31,6 @@ SiteKey = tuple[SiteKind, str, int, bool, int | None]
 Saved activations count from 0; tensors of the training state that moves from -1 downwards. In a
 trace those follow these.
 """
-UPDATE = "update"
-"""The graph of sites that are no compiled graph's: those of the optimizer's buckets."""
 Signature = tuple[object, ...]
 """What a step consists of, times and sizes left out."""
 
@@ -246,7 +245,7 @@ class StepRecorder:
             *self.state.tensors(self.num_sites),
         )
         keys = [visit.key for visit in self._visits]
-        graphs = dict.fromkeys(graph for _, graph, *_ in keys if graph != UPDATE)
+        graphs = dict.fromkeys(graph for _, graph, *_ in keys if graph != UPDATE_GRAPH)
         sizes = ",".join(f"{t.name}:{t.nbytes}" for t in tensors)
         return StepTrace(
             fingerprint=Fingerprint(

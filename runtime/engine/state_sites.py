@@ -10,11 +10,11 @@ Whatever a plan says: what is used is brought, and no more is held than is left 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from teraplan.runtime.engine.recorder import UPDATE, SiteKey
+from teraplan.runtime.engine.recorder import SiteKey
 from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.state.block import Block
 from teraplan.runtime.state.training_state import TrainingState
-from teraplan.values.step_trace import SiteKind, TensorKind
+from teraplan.values.step_trace import UPDATE_GRAPH, SiteKind, TensorKind
 
 if TYPE_CHECKING:
     from teraplan.runtime.engine.engine import Engine
@@ -113,7 +113,7 @@ class StateSites:
     def _key(self, kind: SiteKind, number: int, *, update: bool) -> SiteKey:
         graph, call, backward = self._engine.graph
         if update:
-            graph, backward = UPDATE, True
+            graph, backward = UPDATE_GRAPH, True
         return (kind, graph, call, backward, -1 - number)
 
     def _note(self, block: Block) -> None:

@@ -68,7 +68,9 @@ class BudgetShares:
 
     def refuse_state_alone(self) -> None:
         """Raise InfeasibleBudgetError if not even the training state fits."""
-        if self._given is not None and self._given.nbytes is not None:
+        if self._given is None or self._given.nbytes is None:
+            return
+        if not self._keeper.may_start:  # else the first graph that is trained decides
             self._refresh(())
             self._keeper.share_out(self._given.nbytes, self.forecast.least_bytes)
             moving = self._keeper.limit_bytes

@@ -158,20 +158,22 @@ class Case:
         before = (workspaces[-1], *workspaces)
         return tuple(room - min(pair) for pair in zip(before, workspaces, strict=False))
 
-    def diverged(self, *, for_good: bool) -> "Case | None":
-        """A planned step went another way than planned.
+    def diverged(self, *, for_good: bool) -> bool:
+        """A planned step went another way; true if those to come are to be measured anew.
 
-        Args:
-            for_good: it ran graphs that are new.
-
-        Returns:
-            The same kind of step, as if never met, if the steps to come are to be measured anew.
+        `for_good`: it ran graphs that are new.
         """
         self.num_diverged += 1
-        if not for_good and self.num_diverged < _MAX_DIVERGED << min(self.num_anew, _MAX_DOUBLED):
-            return None
-        log.info("step kind %d goes another way than planned: measuring it anew", self.number)
-        return Case(number=self.number, num_anew=self.num_anew + (not for_good))
+        return for_good or self.num_diverged >= self._most_diverged
+
+    def anew(self) -> "Case":
+        """The same kind of step as if never met, whose steps may go another way more often."""
+        is_again = self.num_diverged >= self._most_diverged
+        return Case(number=self.number, num_anew=self.num_anew + is_again)
+
+    @property
+    def _most_diverged(self) -> int:
+        return _MAX_DIVERGED << min(self.num_anew, _MAX_DOUBLED)
 
     def measured(self, num_steps: int) -> bool:
         """True if memory and at least `num_steps` steps' times have been measured."""

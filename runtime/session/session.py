@@ -6,8 +6,7 @@
     then        a plan is made, and every following step of this kind runs under it
 
 Where a step ends and the next begins, `step_bounds` says. Steps whose first graph or input sizes
-differ are different kinds, each measured and planned by itself, and anew where steps have come to
-go another way than planned.
+differ are different kinds, each planned by itself, and anew where steps no longer follow the plan.
 """
 
 import copy
@@ -54,6 +53,7 @@ from teraplan.values.status import Status
 
 log = logging.getLogger(__name__)
 
+_OFF_PLAN = "steps go another way than the replayed plan, so they run without it; plan again"
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
 
@@ -232,9 +232,7 @@ class Session:
         if recorder is None or case is None:
             return
         recorder.finish()
-        if self.engine.unplanned:
-            self._shares.saw(recorder.saved_bytes)
-        self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes)
+        self._shares.saw(recorder.saved_bytes)
         beyond_bytes = self.device.peak_bytes() - recorder.peak_bytes
         if beyond_bytes > 0:  # it was the user's, between two steps
             self.device.let_go(beyond_bytes)
@@ -246,7 +244,6 @@ class Session:
         faults = self._faults.take()
         if case.schedule is not None:
             if self.engine.diverged_at is None:
-                case.num_diverged = 0
                 self._finish_planned_step(case, recorder, stalls)
             else:
                 self._finish_diverged_step(case, with_new_graphs=compiled)
@@ -276,6 +273,8 @@ class Session:
     ) -> None:
         assert case.schedule is not None
         engine, moved = self.engine, self.last_transfers
+        case.num_diverged = 0
+        self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes)
         if self.device.waits_to_tell and not case.samples_run():
             return
         plan, step = case.schedule.plan, case.schedule.step
@@ -297,10 +296,17 @@ class Session:
             self._forget_peak()
 
     def _finish_diverged_step(self, case: Case, *, with_new_graphs: bool) -> None:
+        """It says nothing of its plan, but that the plan is perhaps for steps of the past."""
         self.diverged_steps += 1
-        anew = case.diverged(for_good=with_new_graphs) if self.plans.replayed is None else None
-        if anew is not None:
-            self.cases = {key: anew if c is case else c for key, c in self.cases.items()}
+        self.device.take_peak()
+        is_replayed = self.plans.replayed is not None
+        if not case.diverged(for_good=with_new_graphs and not is_replayed):
+            return
+        if not is_replayed:
+            log.info("step kind %d goes another way than planned: measured anew", case.number)
+            self.cases = {k: c if c is not case else case.anew() for k, c in self.cases.items()}
+        elif _OFF_PLAN not in self.fallbacks:
+            self.fall_back(_OFF_PLAN)
 
     def _count_overhead_anew(self, case: Case) -> None:
         """The process has grown since memory was measured: by code, by what planning keeps."""
@@ -357,10 +363,10 @@ class Session:
 
     def _first_words(self) -> str:
         stores = ", ".join(f"{s.directory} ({s.path})" for s in self.device.stores())
-        budget = format_nbytes(self._shares.rest_bytes)
         return (
-            f"teraplan on {self.device.name}: device budget {budget}, "
-            f"storage {stores}; measuring {self.config.profile_steps + 1} steps before planning"
+            f"teraplan on {self.device.name}: device budget "
+            f"{format_nbytes(self._shares.rest_bytes)}, storage {stores}; measuring "
+            f"{self.config.profile_steps + 1} steps before planning"
         )
 
     def actual_peak_bytes(self) -> int:
@@ -368,8 +374,7 @@ class Session:
         case = self.active
         if case is None or case.schedule is None or case.memory is None:
             return -1
-        recorder = self.engine.recorder
-        ended = recorder.peak_bytes if recorder is not None else 0
+        ended = self.engine.recorder.peak_bytes if self.engine.recorder is not None else 0
         peak_bytes = max(self._peak_bytes, ended or self.device.peak_bytes())
         return peak_bytes - case.memory.overhead_bytes
 

@@ -6,7 +6,10 @@ from teraplan.errors import IntegrityError
 from teraplan.runtime.process import pages
 from teraplan.runtime.state.block import Block, Place
 from teraplan.runtime.storage.memory import digest
-from teraplan.units import format_nbytes
+from teraplan.units import MIB, format_nbytes
+
+_PIECE_BYTES = 2 * MIB
+"""Of a file that is shown, copied at once."""
 
 
 def is_as_written(block: Block) -> bool:
@@ -22,6 +25,14 @@ def is_as_it_left(block: Block) -> bool:
     return not touched and not block.touched  # in this order: the trimmer may come in between
 
 
+def _copy_shown(block: Block) -> None:
+    """Copy what is shown where the block is away, of which little is in memory at once."""
+    for offset in range(0, block.nbytes, _PIECE_BYTES):
+        nbytes = min(_PIECE_BYTES, block.nbytes - offset)
+        ctypes.memmove(block.landing + offset, block.address + offset, nbytes)
+        pages.drop_mapped(block.address + offset, nbytes)
+
+
 def check_landed(block: Block) -> None:
     """See that what has come back is what left, or what has been written there since.
 
@@ -30,7 +41,7 @@ def check_landed(block: Block) -> None:
     """
     touched = block.touched or bool(pages.touched_bytes(block.address, block.nbytes))
     if touched:  # perhaps after the read, and the mapping always has the latest
-        ctypes.memmove(block.landing, block.address, block.nbytes)
+        _copy_shown(block)
     found = digest(block.landing, block.nbytes)
     block.changed = found != block.digest
     if block.changed and not touched:

@@ -159,7 +159,7 @@ def _lines(
         ideal = f"{part:.1%} of the ideal {format_ns(said.ideal_ns)}"
         rows.append(("predicted step", f"{format_ns(said.step_ns)}, {ideal}"))
         if said.gap is not None:
-            rows.append(("could be faster by at most", f"{1 - 1 / (1 + said.gap):.1%}"))
+            rows.append(("no plan is faster by more than", f"{said.gap:.1%}"))
     yield "It fits." if plan else f"It does not fit: {why}"
     yield ""
     yield from aligned(rows)

@@ -216,6 +216,10 @@ def _decode_recomputed(
         tensor_id = _decode_tensor(node.get("tensor"), ids)
         found.append(Recomputation(tensor_id=tensor_id, reason=node.get("reason").text()))
     chosen = [choice.tensor_id for choice in found]
+    for tensor_id, times in Counter(chosen).items():
+        if times > 1:
+            name = trace.tensors[tensor_id].name
+            raise plan.get("recomputed").fail(f'names "{name}" {times} times')
     for tensor_id in Counter(chosen) - Counter(independent(trace, chosen)):
         name = trace.tensors[tensor_id].name
         raise plan.get("recomputed").fail(

@@ -17,6 +17,7 @@ from typing import final
 
 from teraplan.library.costs import Roofline
 from teraplan.values.step_trace import (
+    UPDATE_GRAPH,
     Fingerprint,
     Site,
     SiteKind,
@@ -153,7 +154,7 @@ class StepBuilder:
         ends = [self._entries[i].windows[-1][1] for i in gradients]
         changed = (*parameters, *states)
         touched = (*parameters, *gradients, *states)
-        self.site("optimizer", call, touched, work, changes=changed)
+        self.site(UPDATE_GRAPH, call, touched, work, changes=changed, backward=True)
         self._updates.append(
             Update(
                 start=start,

@@ -29,7 +29,7 @@ def load_planner(point: EntryPoint) -> Planner:
     policy = f'policy "{point.name}" ({point.value})'
     try:
         function: object = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{policy} cannot be loaded: {_told(error)}") from error
     if not callable(function):
         raise ConfigError(
@@ -42,7 +42,7 @@ def load_planner(point: EntryPoint) -> Planner:
             items = tuple(returned) if isinstance(returned, Iterable) else None
         except TeraplanError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"{policy} failed: {_told(error)}; correct it, or choose another"
             ) from error
@@ -101,7 +101,7 @@ _FIELDS: Mapping[str, Callable[[Any], object]] = MappingProxyType(
 )
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {error}")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from teraplan.errors import ConfigError
-from teraplan.files.json_files import load
+from teraplan.files.json_files import load, printable
 from teraplan.files.plan_file import decode_tier
 from teraplan.values.hardware import Tier
 from teraplan.values.step_trace import StepTrace, Tensor
@@ -51,7 +51,8 @@ def apply_rules(trace: StepTrace, rules: Mapping[str, Tier]) -> Ruled:
         matched = [i for i, tensor in enumerate(trace.tensors) if _matches(pattern, tensor)]
         if not matched:
             raise ConfigError(
-                f'rule "{pattern}" matches no tensor and no layer; `teraplan show` lists both'
+                f'rule "{printable(pattern)}" matches no tensor and no layer; '
+                "`teraplan show` lists both"
             )
         tiers.update(dict.fromkeys(matched, tier))
     num_sites = len(trace.sites)

@@ -8,7 +8,7 @@ from teraplan.report.folding import by_template, layer_fold, name_template, node
 from teraplan.report.table import TIMES, aligned, shorten
 from teraplan.units import format_nbytes, format_ns
 from teraplan.values.hardware import Tier
-from teraplan.values.plan import Migration, Plan
+from teraplan.values.plan import HostUpdate, Migration, Plan
 from teraplan.values.step_trace import StepTrace, Tensor
 
 
@@ -166,16 +166,29 @@ def _decisions(before: Plan, after: Plan) -> tuple[DecisionChange, ...]:
 
 
 def _moved_updates(before: Plan, after: Plan) -> list[tuple[str, list[Tensor]]]:
-    """Buckets that are updated elsewhere, with the parameters of each."""
+    """Buckets that are updated elsewhere, or at other sites, with the parameters of each."""
 
-    def hosted(plan: Plan) -> dict[str, list[Tensor]]:
-        buckets = [plan.trace.updates[h.update].parameters for h in plan.host_updates]
-        tensors = [[plan.trace.tensors[i] for i in ids] for ids in buckets]
-        return {parameters[0].name: parameters for parameters in tensors}
+    def hosted(plan: Plan) -> dict[str, tuple[HostUpdate, list[Tensor]]]:
+        found: dict[str, tuple[HostUpdate, list[Tensor]]] = {}
+        for choice in plan.host_updates:
+            ids = plan.trace.updates[choice.update].parameters
+            parameters = [plan.trace.tensors[i] for i in ids]
+            found[parameters[0].name] = choice, parameters
+        return found
 
     old, new = hosted(before), hosted(after)
-    gone = [("update on the device", old[name]) for name in old if name not in new]
-    return gone + [("update on the host", new[name]) for name in new if name not in old]
+    gone = [("update on the device", old[name][1]) for name in old if name not in new]
+    come = [("update on the host", new[name][1]) for name in new if name not in old]
+    moved = [
+        ("update on the host, other sites", parameters)
+        for name, (choice, parameters) in new.items()
+        if name in old and _host_sites(old[name][0]) != _host_sites(choice)
+    ]
+    return gone + come + moved
+
+
+def _host_sites(choice: HostUpdate) -> tuple[int, ...]:
+    return choice.flush, choice.gone, choice.back, choice.needed
 
 
 def _by_period(plan: Plan) -> dict[tuple[str, int], list[tuple[Tensor, Migration]]]:

@@ -128,6 +128,8 @@ class Status:
                 f"  plan number {self.plans:<15}computation takes {self.slowdown:.2f} of what was "
                 f"measured, links have {self.link_speed:.2f} of their speed"
             )
+        if self.diverged_steps:
+            lines.append(f"  steps off their plan       {self.diverged_steps} of {self.steps}")
         lines.append(f"  waits in the last step     {_time(self.stall_ns)}")
         lines += [f"    {name}: {_time(ns)}" for name, ns in self.stalls[:5]]
         for tier in sorted(self.bytes_out):

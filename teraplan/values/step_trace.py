@@ -48,6 +48,10 @@ class SiteKind(StrEnum):
     """The tensor has had its last use."""
 
 
+UPDATE_GRAPH = "update"
+"""What sites of the optimizer's step have in the place of a graph."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """A place where the runtime gets control, and the interval that follows it."""

@@ -11,7 +11,7 @@ from teraplan.cli import main
 from teraplan.cli.planning import library_trace
 from teraplan.errors import ConfigError
 from teraplan.files import trace_file
-from teraplan.files.plan_file import read_plan
+from teraplan.files.plan_file import read_plan, write_plan
 from teraplan.files.trace_file import read_trace, write_trace
 from teraplan.library.machines import machine_named
 from teraplan.library.models import Workload
@@ -86,6 +86,10 @@ def test_updates_on_the_host_are_shown_drawn_and_compared(tmp_path: Path, capsys
     assert len(lines) == count
     assert main(["diff", str(plain), str(hosted)]) in (0, 1)
     assert "update on the host" in capsys.readouterr().out
+    later = [replace(h, needed=h.needed + 1) for h in made.host_updates]
+    write_plan(replace(made, host_updates=tuple(later)), tmp_path / "later.json")
+    assert main(["diff", str(hosted), str(tmp_path / "later.json")]) == 1
+    assert "update on the host, other sites" in capsys.readouterr().out
     assert main(["timeline", str(hosted), "-o", str(tmp_path / "t.json")]) == 0
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     done = [event for event in events if event.get("cat") == "update"]

@@ -124,6 +124,27 @@ def test_a_budget_for_the_state_alone_lets_it_move() -> None:
     assert_same(run(training_gpt(4), device_budget=UNLIMITED), limited)
 
 
+def test_an_evaluation_before_training_refuses_no_budget() -> None:
+    """It says nothing of training, and the state can still start to move."""
+
+    def program(this: Run) -> None:
+        net = gpt.build(CONFIG)
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(3):
+            with torch.no_grad():
+                net(*gpt.batch(CONFIG, BATCH, step))
+            loss = net(*gpt.batch(CONFIG, BATCH, step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    limited = within(program, STATE_BYTES + MIB // 8)
+    assert moves()
+    assert_same(run(program, device_budget=UNLIMITED), limited)
+
+
 @pytest.mark.slow
 def test_state_starts_to_move_when_a_step_takes_more_than_the_graphs_tell() -> None:
     """Gradients of two micro-batches are there at once; no graph knows of the other's."""

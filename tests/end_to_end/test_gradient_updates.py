@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import teraplan
 from bench.models import gpt, moe
-from teraplan.runtime.engine.recorder import UPDATE
-from teraplan.values.step_trace import TensorKind
+from teraplan.values.step_trace import UPDATE_GRAPH, TensorKind
 from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import (
     DEPTH,
@@ -74,8 +73,8 @@ def test_gradients_are_in_no_plan_and_updates_are_in_the_backward() -> None:
     assert TensorKind.GRADIENT not in kinds
     assert kinds.count(TensorKind.PARAMETER) == WEIGHTS
     assert kinds.count(TensorKind.OPTIMIZER_STATE) == 2 * WEIGHTS
-    updates = [k for k, site in enumerate(trace.sites) if site.graph == UPDATE]
-    last_of_graph = max(k for k, site in enumerate(trace.sites) if site.graph != UPDATE)
+    updates = [k for k, site in enumerate(trace.sites) if site.graph == UPDATE_GRAPH]
+    last_of_graph = max(k for k, site in enumerate(trace.sites) if site.graph != UPDATE_GRAPH)
     assert updates[0] < last_of_graph, "the first update comes before the end of the backward"
     for tensor in trace.tensors:
         if tensor.kind is TensorKind.PARAMETER:

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from teraplan.checker.check_plan import require_valid
 from teraplan.files.plan_file import read_plan
-from teraplan.runtime.engine.recorder import UPDATE
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import Lesson
 from teraplan.values.plan import Plan
 from teraplan.values.run_record import Direction
-from teraplan.values.step_trace import TensorKind
+from teraplan.values.step_trace import UPDATE_GRAPH, TensorKind
 from tests.end_to_end.moving import (
     BUDGET,
     DEPTH,
@@ -76,7 +75,7 @@ def test_a_parameter_is_used_in_the_graphs_and_changed_in_its_update() -> None:
     run_moving(training(adamw))
     _, plan = planned_case()
     trace = plan.trace
-    updates = [k for k, site in enumerate(trace.sites) if site.graph == UPDATE]
+    updates = [k for k, site in enumerate(trace.sites) if site.graph == UPDATE_GRAPH]
     for tensor in trace.tensors:
         if tensor.kind is TensorKind.PARAMETER:
             assert len(tensor.windows) >= 2

@@ -1,6 +1,8 @@
 """Training that goes on in another way: parts are thawed, or are called more often."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,8 +124,8 @@ def test_a_large_part_that_cannot_be_trained_is_refused_when_it_is_thawed(which:
     assert_same(run(program, device_budget=UNLIMITED, training_state="stays"), limited)
 
 
-def changing(rest_of: Callable[[Layers, Tensor], Tensor]) -> Program:
-    """From step `CHANGES_AT` on, `rest_of` the step is made of another part and what it has got."""
+def changing(rest_of: Callable[[Layers, Tensor], Tensor], *, until: int = STEPS) -> Program:
+    """In steps from `CHANGES_AT` on, the rest is made by `rest_of` of a part and what it gets."""
 
     def program(this: Run) -> None:
         first, second = Layers(), Layers()
@@ -134,7 +136,7 @@ def changing(rest_of: Callable[[Layers, Tensor], Tensor]) -> Program:
         random = torch.Generator().manual_seed(3)
         for step in range(STEPS):
             x = first(torch.randn(ROWS, WIDTH, generator=random))
-            x = rest_of(second, x) if step >= CHANGES_AT else second(x)
+            x = rest_of(second, x) if CHANGES_AT <= step < until else second(x)
             loss = x.square().mean()
             torch.autograd.backward(loss)
             optimizer.step()
@@ -176,3 +178,32 @@ def test_steps_that_go_on_in_another_way_get_a_plan_of_their_own(which: str) -> 
     before, last = limited.statuses[CHANGES_AT - 1], limited.statuses[-1]
     assert before.phase == last.phase == "planned"
     assert last.diverged_steps == num_diverged
+
+
+@pytest.mark.slow
+def test_a_step_that_leaves_its_plan_once_teaches_it_nothing() -> None:
+    program = changing(in_halves, until=CHANGES_AT + 1)
+    budget = budget_beside_others(24 * MATRIX_BYTES)
+    found = run(program, device_budget=budget, training_state="moves")
+    assert_same(unlimited(program), found)
+    last = found.statuses[-1]
+    assert last.phase == "planned"
+    assert last.diverged_steps == 1
+    assert "steps off their plan       1 of" in str(last)
+
+
+def test_steps_that_do_not_follow_a_replayed_plan_are_told_of(tmp_path: Path) -> None:
+    budget = budget_beside_others(24 * MATRIX_BYTES)
+    options: dict[str, Any] = {"device_budget": budget, "training_state": "moves"}
+    run(changing(twice, until=0), **options, report=str(tmp_path))
+    options["plan"] = str(tmp_path / "plan.json")
+    assert not _off_plan(run(changing(twice, until=0), **options))[-1]
+    replayed = run(changing(twice), **options)
+    assert_same(unlimited(changing(twice)), replayed)
+    assert _off_plan(replayed) == [0] * (CHANGES_AT + 3) + [1] * (STEPS - CHANGES_AT - 3)
+
+
+def _off_plan(found: Run) -> list[int]:
+    """How often each step's status says that the replayed plan is not followed."""
+    text = "another way than the replayed plan"
+    return [sum(text in what for what in status.fallbacks) for status in found.statuses]

@@ -118,6 +118,10 @@ def fails(problem: Problem) -> tuple[Migration, ...]:
     raise ZeroDivisionError("two\nlines")
 
 
+def exits(problem: Problem) -> tuple[Migration, ...]:
+    raise SystemExit(0)
+
+
 def fails_later(problem: Problem) -> Iterator[Migration]:
     yield from plan_by_stalls(problem)
     raise KeyError("late")
@@ -146,6 +150,7 @@ number = 5
             "returned a migration whose reason is wrong: TypeError: something of type int",
         ),
         ("fails", r"failed: ZeroDivisionError: two\\nlines; correct it"),
+        ("exits", "failed: SystemExit: 0; correct it"),
         ("fails_later", "failed: KeyError: 'late'"),
         ("number", "is something of type int; let its entry point name a function"),
         ("no.such:place", "cannot be loaded: ModuleNotFoundError"),

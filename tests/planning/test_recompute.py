@@ -312,6 +312,7 @@ def test_files_keep_it(tmp_path: Path) -> None:
     [
         ('"tensor": "{gelu}"}}', '"tensor": "nobody"}}', "is no tensor of the trace"),
         ('"tensor": "{gelu}"}}', '"tensor": "{first}"}}', "cannot be computed again"),
+        ('"tensor": "{other}"}}', '"tensor": "{gelu}"}}', 'names "{gelu}" 2 times'),
         ('"sources": ["{up}"]', '"sources": ["nobody"]', "is no tensor of this trace"),
     ],
 )
@@ -319,8 +320,10 @@ def test_a_file_with_a_mistake_is_refused(tmp_path: Path, old: str, new: str, me
     plan = short_of_link()
     tensors = plan.trace.tensors
     gelu = next(c.tensor_id for c in plan.recomputed if c.tensor_id % 10 == GELU)
+    other = next(c.tensor_id for c in plan.recomputed if c.tensor_id != gelu)
     found = {
         "gelu": tensors[gelu].name,
+        "other": tensors[other].name,
         "up": tensors[gelu - 1].name,
         "first": tensors[0].name,
     }
@@ -329,7 +332,7 @@ def test_a_file_with_a_mistake_is_refused(tmp_path: Path, old: str, new: str, me
     text = path.read_text(encoding="utf-8")
     assert old.format(**found) in text
     path.write_text(text.replace(old.format(**found), new.format(**found)), encoding="utf-8")
-    with pytest.raises(FileFormatError, match=message):
+    with pytest.raises(FileFormatError, match=message.format(**found)):
         read_plan(path)
 
 

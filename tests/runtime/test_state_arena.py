@@ -16,11 +16,13 @@ from torch import Tensor
 from teraplan.errors import IntegrityError, StorageError
 from teraplan.runtime.cpu.pool import CpuPool
 from teraplan.runtime.cpu.trimmer import Trimmer
-from teraplan.runtime.process import process_memory
+from teraplan.runtime.process import pages, process_memory
+from teraplan.runtime.state import digests
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.block import Block, Key, Place
 from teraplan.runtime.state.departures import departures
 from teraplan.runtime.state.timeline import NEVER, Timeline
+from teraplan.runtime.storage.memory import digest
 from teraplan.runtime.storage.tiers import Return
 from teraplan.units import MIB
 from teraplan.values.step_trace import TensorKind
@@ -240,6 +242,25 @@ def test_reading_everything_that_is_away_fills_no_memory(arena: StateArena) -> N
         most = max(most, process_memory.mapped_file_bytes() - before)
     trimmer.close()
     assert most < 96 * MIB, "of 192 MiB"
+
+
+def test_what_was_read_while_away_is_not_in_memory_twice_when_it_comes_back(
+    arena: StateArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, block = filled(arena, 0, 24 * MIB)
+    filled(arena, 1, 24 * MIB)
+    assert block.place is not Place.MEMORY
+    assert tensor.sum().item() == 0
+    found: list[int] = []
+
+    def seen(address: int, nbytes: int) -> int:
+        found.append(pages.touched_bytes(block.address, block.nbytes))
+        return digest(address, nbytes)
+
+    monkeypatch.setattr(digests, "digest", seen)
+    arena.use(block)
+    assert found == [0]
+    assert tensor.sum().item() == 0
 
 
 def test_beside_a_small_state_little_that_was_read_stays(arena: StateArena) -> None:
