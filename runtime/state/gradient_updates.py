@@ -317,6 +317,9 @@ class GradientUpdates:
                     step_in_slices(made, (), {})
                 finally:
                     share_state(made)
+                if self._state.arena.block_of(parameter) is None:  # it has been given other memory
+                    self._state.adopt_parameters([parameter])
+                    self._done[_address(parameter)] = watch
                 state = StateBits.of(optimizer.state.get(parameter, {}))
                 update.left = Bits.of(parameter), state
         finally:

@@ -72,6 +72,8 @@ class _Step:
     """State of the random numbers at its beginning."""
     using: ExitStack = field(default_factory=ExitStack)
     bucket: Optimizer | None = None
+    ours: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Its parameters whose memory moves."""
     cut: Cut | None = None
     """The same in slices, which is then what the user's own call steps."""
     num_updated: int = 0
@@ -125,7 +127,7 @@ class OptimizerSteps:
             return
         if self._state.arena.memory.hides and optimizer not in self._handles:
             self._handles[optimizer] = self._hooked(optimizer)
-        self._adopt(optimizer, parameters_of(optimizer))
+        self._adopt(optimizer)
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -269,7 +271,7 @@ class OptimizerSteps:
         self._state.stepped()
         step.using.close()
         if step.bucket is not None:
-            self._adopt(step.bucket, parameters_of(step.bucket))
+            self._adopt(step.bucket, step.ours)
         self._state.end_expecting()
 
     # -- buckets ---------------------------------------------------------------------------------
@@ -304,7 +306,7 @@ class OptimizerSteps:
             finally:
                 share_state(made)
             step.using.close()
-            self._adopt(made, parameters_of(made))
+            self._adopt(made, step.ours)
             self._state.end_expecting()
             self._compare(step, made)
             step.num_updated += len(bucket)
@@ -319,13 +321,17 @@ class OptimizerSteps:
     def _bring(self, step: _Step, bucket: set[int]) -> Optimizer:
         """The optimizer with this bucket alone, all of whose tensors are in memory."""
         made = stand_in(step.optimizer, bucket)
+        step.ours = list(filter(self._is_ours, parameters_of(made)))
         tensors = tensors_of(made, parameters_of(made))
         self._state.expect(sum(missing_bytes(made).values()), temporary_bytes=temporary_bytes(made))
         step.using.enter_context(self._state.using(tensors, writes=True))
         return made
 
-    def _adopt(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in parameters:
+    def _adopt(self, optimizer: Optimizer, ours: Iterable[torch.Tensor] = ()) -> None:
+        """Let its state move, and those of `ours` again that have been given other memory."""
+        if replaced := [p for p in ours if not self._is_ours(p)]:
+            self._state.adopt_parameters(replaced)
+        for parameter in parameters_of(optimizer):
             if is_updated_on_host(parameter):
                 continue
             if self._is_ours(parameter) and parameter in optimizer.state:
@@ -374,9 +380,8 @@ class OptimizerSteps:
         )
 
     def _is_ours(self, parameter: torch.Tensor) -> bool:
-        return (
-            parameter.layout == torch.strided and self._state.arena.block_of(parameter) is not None
-        )
+        strided = parameter.layout == torch.strided
+        return strided and self._state.arena.block_of(parameter) is not None
 
 
 _alive: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()

@@ -23,7 +23,7 @@ from tests.end_to_end.moving import (
     states,
     weight,
 )
-from tests.end_to_end.test_state_optimizers import Counting, Lion
+from tests.end_to_end.test_state_optimizers import Counting, Lion, Replacing
 from tests.end_to_end.test_training_state import Tied
 from tests.end_to_end.training import MLP, Run, sessions
 from tests.end_to_end.updating_early import (
@@ -47,6 +47,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True, amsgrad=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     "counting": Counting,
+    "giving other memory": Replacing,
 }
 QUICK = ("AdamW",)
 RARE = ("AdamW fused", "Adagrad")

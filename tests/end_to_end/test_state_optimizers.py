@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import teraplan
 from teraplan.errors import UnsupportedError
 from tests.end_to_end.moving import (
+    DEPTH,
     LESS,
     STEPS,
     Optimizers,
@@ -48,6 +49,20 @@ class Lion(torch.optim.Optimizer):
 def test_a_third_party_optimizer() -> None:
     state = check(training(Lion), budget=LESS)
     assert any("momentum" in block.label for block in state.arena.blocks)
+
+
+class Replacing(Lion):
+    """Gives parameters other memory, as `p.data = p.data - ..` does."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data.clone()
+
+
+def test_parameters_that_a_step_gives_other_memory_go_on_moving() -> None:
+    state = check(training(Replacing), budget=LESS)
+    assert sum("parameter" in block.label for block in state.arena.blocks) == DEPTH
 
 
 class Counting(Lion):
