@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 # Two processes with one thread each are faster than one process whose threads wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Python compiles what is imported; to compile all that is installed takes a minute longer.
+PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

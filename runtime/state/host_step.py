@@ -21,7 +21,13 @@ from teraplan.runtime.host_lane import HostLane, Wait
 from teraplan.runtime.state.host_memory import host_bytes
 from teraplan.runtime.state.host_state import SHARES_MEMORY, HostState, State, shares_memory
 from teraplan.runtime.state.host_twins import Sent, Twin, twins_in
-from teraplan.runtime.state.stand_in import Values, stand_in, values_beside_state, values_to_host
+from teraplan.runtime.state.stand_in import (
+    Values,
+    is_of_torch,
+    stand_in,
+    values_beside_state,
+    values_to_host,
+)
 from teraplan.runtime.state.update_trial import plain_step
 from teraplan.units import format_nbytes
 
@@ -148,7 +154,7 @@ class HostStep:
         made = self._standing_in(twins)
         reserved = self._reserve(twins)
         for twin in twins:
-            twin.give_gradient()
+            twin.give_gradient(to_write=not is_of_torch(self._optimizer))
         start_ns = time.perf_counter_ns()
         plain_step(made)(made, *self.args, **self.kwargs)
         self.busy_ns += time.perf_counter_ns() - start_ns

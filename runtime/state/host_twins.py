@@ -15,6 +15,7 @@ import torch
 
 from teraplan.runtime.host_lane import HostLane, Wait
 from teraplan.runtime.state.lease import span_nbytes
+from teraplan.runtime.storage.memory import digest
 
 ALIGNMENT = 64
 """Bytes at which values and gradients begin in a slot."""
@@ -47,7 +48,7 @@ class Twin:
             self.tensor = torch.nn.Parameter(self.value, requires_grad=parameter.requires_grad)
         elif parameter.requires_grad:
             self.tensor = self.value.requires_grad_()
-        self._version = -1
+        self._version, self._digest = -1, 0
         self._arrives = arrives
         """The gradient is on its way already."""
 
@@ -58,15 +59,16 @@ class Twin:
             return [*waits, self._arrives]
         return [*waits, lane.out(bytes_of(self.gradient), bytes_of(self._host_gradient))]
 
-    def give_gradient(self) -> None:
-        """The bytes are there: the optimizer may see them."""
+    def give_gradient(self, *, to_write: bool) -> None:
+        """The bytes are there: the optimizer may see them, and write to them through `.data`."""
         self.tensor.grad = self._host_gradient
         self._version = self._host_gradient._version
+        self._digest = _digest(self._host_gradient) if to_write else 0
 
     def back(self, lane: HostLane, *, unscaled: bool) -> None:
         """Start copying the updated value, and the gradient if the step has written to it.
 
-        Its counter says so, but not where a fused kernel has `unscaled` it.
+        Its counter says so, but not where a fused kernel has `unscaled` it, or of `.data`.
         """
         _settle(self.value, self.tensor.detach())
         lane.back(bytes_of(self.value), bytes_of(self.parameter))
@@ -74,6 +76,7 @@ class Twin:
         if gradient is None:
             return
         written = unscaled or gradient._version != self._version
+        written = written or (bool(self._digest) and self._digest != _digest(self._host_gradient))
         if _settle(self._host_gradient, gradient) or written:
             lane.back(bytes_of(self._host_gradient), bytes_of(self.gradient))
 
@@ -95,6 +98,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor, (nbytes,), uint8."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return digest(tensor.data_ptr(), tensor.nbytes)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

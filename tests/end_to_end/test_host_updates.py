@@ -29,6 +29,16 @@ from tests.end_to_end.training import MLP, Run, assert_same, run
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 
+
+class Centering(Lion):
+    """Writes to gradients through `.data`, which counts no version."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.data.sub_(p.grad.data.mean())
+        super().step()
+
+
 OPTIMIZERS: dict[str, Optimizers] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -45,6 +55,7 @@ MORE: dict[str, Optimizers] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "Lion": Lion,
     "Counting": Counting,
+    "Centering": Centering,
     "around another": lambda p: Lookahead(adamw(p)),
 }
 
