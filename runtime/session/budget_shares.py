@@ -40,12 +40,15 @@ class BudgetShares:
         """In steps without a plan."""
         self.rest_bytes = 0
         """What of the budget is not the moving training state's, in steps without a plan."""
+        self._least_bytes: int
+        """What that state was known to need at once when the budget was divided last."""
         self.start_anew()
 
     def start_anew(self) -> None:
         """Forget what the graphs have said, and what was measured."""
         self.forecast = GraphForecast(self._device)
         self._divided = self._divided_by_measurement = False
+        self._least_bytes = 0
 
     @property
     def lacks_state(self) -> bool:
@@ -114,17 +117,27 @@ class BudgetShares:
         elif case.memory is None:
             self._share_out_again(budget)
         self.rest_bytes = budget - self._keeper.limit_bytes
-        if self._given is not None and (is_new or case.memory is None):
+        may_not_fit = is_new or (case.memory is None and (may_start or self._trains_more))
+        if self._given is not None and may_not_fit:
             # What moves can have less than its share, so that a little more is needed beside it.
             has_way_out = may_start or (is_new and self._keeper.moves)
             self._refuse(case, certainly=self._given.nbytes is None or not has_way_out)
+        self._least_bytes = self._keeper.least_bytes
+
+    @property
+    def _trains_more(self) -> bool:
+        """True if parameters are trained that were not when the budget was divided last.
+
+        Else a graph may be for a larger validation, which does without its backward.
+        """
+        return self._keeper.least_bytes > self._least_bytes or self.lacks_state
 
     def _share_out_again(self, budget_bytes: int) -> None:
         """Graphs were compiled since, so that the state or all else may need more."""
         self._keeper.share_out(budget_bytes, max(self.forecast.least_bytes, self.rest_bytes))
 
     def meet(self, case: Case, table: GraphTable) -> None:
-        """Another graph is about to run for the first time, in the middle of a step without a plan.
+        """Another graph is about to run for the first time, in the middle of a step.
 
         Raises:
             InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
@@ -134,7 +147,7 @@ class BudgetShares:
             update_bytes=self._keeper.update_bytes,
             elsewhere_bytes=self._host_updates.missing_bytes(),
         )
-        if self._given is None:
+        if self._given is None or (case.schedule is not None and not self._trains_more):
             return
         self._budget_bytes = budget = self.budget_bytes(case)
         self._share_out_again(budget)

@@ -253,7 +253,7 @@ class StateKeeper:
         """
         if self.state is None:
             return
-        self.state.set_limit(max(budget_bytes - other_bytes, self._least_bytes))
+        self.state.set_limit(max(budget_bytes - other_bytes, self.least_bytes))
 
     def close(self) -> None:
         """Nothing of the state moves from now on; its tensors stay readable."""
@@ -266,10 +266,11 @@ class StateKeeper:
 
     def _let_have_the_least(self) -> None:
         if self.state is not None:
-            self.state.set_limit(max(self.state.limit_bytes, self._least_bytes))
+            self.state.set_limit(max(self.state.limit_bytes, self.least_bytes))
 
     @property
-    def _least_bytes(self) -> int:
+    def least_bytes(self) -> int:
+        """What moving state takes at once at least, as far as its parameters are known."""
         at_once = self._tensors_at_once
         if self._config.update == "gradient":  # temporaries, while graphs have their own memory
             at_once += TEMPORARIES
@@ -316,7 +317,7 @@ class StateKeeper:
         self.state = TrainingState(memory, limit_bytes, chunk_bytes=chunk_bytes)
         self.state.make_room, self.state.spare_pages = device.make_room, device.spare_pages
         device.keeps_beside(memory)
-        self._not_used = NotUsedYet(self.state, lambda: self._least_bytes)  # its hook is the first
+        self._not_used = NotUsedYet(self.state, lambda: self.least_bytes)  # its hook is the first
         make_room = device.make_room_for_tensors
         self._steps = OptimizerSteps(self.state, make_room, at_gradients=at_gradients)
 
