@@ -217,6 +217,11 @@ def train_uncompiled(optimizer: torch.optim.Optimizer, what: str) -> None:
     fallbacks.allow(what, strict=strict)
 
 
+def trains_compiled(optimizer: torch.optim.Optimizer) -> bool:
+    """True if it trains parameters of a module that is compiled, or to be compiled, by us."""
+    return next(iter(configs_of(parameters_of(optimizer))), None) is not None
+
+
 def has_compiled() -> bool:
     """True if there is a graph that runs under a budget."""
     return any(session.has_compiled for session in sessions())

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from teraplan.backend import has_compiled, teraplan, train_uncompiled
+from teraplan.backend import has_compiled, teraplan, train_uncompiled, trains_compiled
+from teraplan.runtime.state.first_closure import call_first_closures_early
 
 __all__ = ["teraplan"]
 
@@ -52,3 +53,4 @@ def warn_at_first_step(is_in_use: Callable[[], bool]) -> None:
 
 
 warn_at_first_step(has_compiled)
+call_first_closures_early(trains_compiled)

@@ -95,6 +95,7 @@ class BudgetShares:
         Raises:
             InfeasibleBudgetError: the graphs predict that the budget is too small.
         """
+        self._keeper.take_in_optimizers()
         self._refresh(tables)
         if self._host_updates.wanted and is_first:
             self._host_updates.expect(self.forecast.least_bytes - self.budget_bytes(case))

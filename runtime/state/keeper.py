@@ -177,7 +177,7 @@ class StateKeeper:
             self.state.adopt_parameters(used)
             assert self._not_used is not None
             self._not_used.take_in(to_come)
-            self._take_in_optimizers()
+            self.take_in_optimizers()
 
     def _to_come(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
         """Parameters that graphs to come may use here: of compiled modules, or trained by these."""
@@ -201,11 +201,13 @@ class StateKeeper:
             for what in self._slow_paths():
                 fallbacks.allow(what, strict=True)
 
-    def _take_in_optimizers(self) -> None:
-        """Let state move that was loaded before the first step, or it would count as what stays."""
+    def take_in_optimizers(self) -> None:
+        """Let state move that was loaded before the first step, or was made in it before there were
+        buckets: or it would count as what stays."""
+        if self._steps is None:
+            return
         if self._optimizers is None:
             self._optimizers = weakref.WeakSet(census.optimizers())
-        assert self._steps is not None
         for optimizer in self._optimizers:
             if optimizer.state:
                 self._steps.take_in(optimizer)

@@ -8,7 +8,7 @@ updates each parameter by itself.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,14 +50,11 @@ from teraplan.runtime.state.step_hooks import (
 from teraplan.runtime.state.training_state import TrainingState
 from teraplan.runtime.state.update_needs import (
     TEMPORARIES,
+    buckets_of,
     missing_bytes,
     temporary_bytes,
     tensors_of,
 )
-
-_MOST_BUCKETS = 64
-"""About as many, if no tensor is large. Fewer have less to do with each other: one computes, one
-comes in, one goes out."""
 
 Optimizer = torch.optim.Optimizer
 
@@ -128,6 +125,21 @@ class OptimizerSteps:
         if self._state.arena.memory.hides and optimizer not in self._handles:
             self._handles[optimizer] = self._hooked(optimizer)
         self._adopt(optimizer)
+
+    def begin_late(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        """Begin a step whose hooks were gathered before there was a training state to move.
+
+        Returns:
+            What the step is to be called with; None if it is none of ours, or begun already.
+        """
+        if optimizer in self._handles or not self._is_to_run(optimizer):
+            return None
+        return self._before(optimizer, args, kwargs)
+
+    def end_late(self, optimizer: Optimizer) -> None:
+        """Such a step has ended, if it was one."""
+        if optimizer not in self._handles:
+            self._after(optimizer)
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -218,7 +230,8 @@ class OptimizerSteps:
         step = _Step(args[0], random_state(self._device), values=values)
         self._steps[optimizer] = step
         try:
-            buckets = self._buckets(optimizer, step.optimizer, updated)
+            order_matters = self._order_matters(optimizer)
+            buckets = buckets_of(step.optimizer, updated, order_matters=order_matters)
             self._make_room(TEMPORARIES * max(p.nbytes for p in parameters_of(optimizer)))
             self._run(step, buckets[:-1], args[1:], kwargs)
             step.bucket = self._bring(step, buckets[-1])
@@ -337,37 +350,6 @@ class OptimizerSteps:
             if self._is_ours(parameter) and parameter in optimizer.state:
                 self._state.adopt_state(optimizer.state[parameter])
 
-    def _buckets(self, optimizer: Optimizer, left: Optimizer, updated: Set[int]) -> list[set[int]]:
-        """Identities of the parameters of each bucket, those of the last layers first.
-
-        What the next forward needs first is then used last, and still in memory. A bucket takes as
-        much as the largest parameter does: that has to fit in any case, and it is the same in every
-        step, whatever memory there is.
-
-        Args:
-            optimizer: the user's.
-            left: it, or a stand-in with those of its parameters that are left to be updated.
-            updated: identities of those that have been updated in the backward.
-        """
-        parameters = [p for p in parameters_of(left) if id(p) not in updated]
-        missing = missing_bytes(optimizer)
-        if not self._order_matters(optimizer):
-            parameters.reverse()
-        sizes = [
-            sum(t.nbytes for t in tensors_of(optimizer, [p])) + missing.get(id(p), 0)
-            for p in parameters
-        ]
-        limit = max([sum(sizes) // _MOST_BUCKETS, *sizes])
-        buckets: list[set[int]] = [set()]
-        nbytes = 0
-        for parameter, size in zip(parameters, sizes, strict=True):
-            if nbytes and nbytes + size > limit:
-                buckets.append(set())
-                nbytes = 0
-            buckets[-1].add(id(parameter))
-            nbytes += size
-        return buckets
-
     def _order_matters(self, optimizer: Optimizer) -> bool:
         """True where state is made, random numbers are drawn, or one memory is updated twice."""
         updated = [p for p in parameters_of(optimizer) if p.grad is not None]
@@ -385,6 +367,11 @@ class OptimizerSteps:
 
 
 _alive: "weakref.WeakSet[OptimizerSteps]" = weakref.WeakSet()
+
+
+def alive() -> list[OptimizerSteps]:
+    """Those of all sessions."""
+    return list(_alive)
 
 
 def attach(optimizer: object) -> Optimizer:

@@ -1,16 +1,20 @@
 """What an optimizer's update of some parameters uses, and what memory it takes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
 from teraplan.runtime.process.census import STATES_OF_UNKNOWN, states_to_come
+from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.runtime.state.taken_gradient import TakenGradient, gone
 
 TEMPORARIES = 2
 """Tensors of a parameter's size that AdamW makes on the way; of others none makes more."""
+_MOST_BUCKETS = 64
+"""About as many, if no tensor is large. Fewer have less to do with each other: one computes, one
+comes in, one goes out."""
 _SGD_MAKES_ONE_FOR = ("weight_decay", "nesterov", "maximize")
 
 Optimizer = torch.optim.Optimizer
@@ -38,6 +42,38 @@ def missing_bytes(optimizer: Optimizer) -> dict[int, int]:
     """Bytes of the state that the step will make, by identity of the parameter."""
     to_come = states_to_come(optimizer, unknown=STATES_OF_UNKNOWN)
     return {id(p): count * p.nbytes for p, count in to_come if p.grad is not None}
+
+
+def buckets_of(optimizer: Optimizer, updated: Set[int], *, order_matters: bool) -> list[set[int]]:
+    """Identities of the parameters of each bucket, those of the last layers first.
+
+    What the next forward needs first is then used last, and still in memory. A bucket takes as
+    much as the largest parameter does: that has to fit in any case, and it is the same in every
+    step, whatever memory there is.
+
+    Args:
+        optimizer: the user's, or a stand-in with those of its parameters that are to be updated.
+        updated: identities of those that have been updated in the backward.
+        order_matters: those of the first layers come first.
+    """
+    parameters = [p for p in parameters_of(optimizer) if id(p) not in updated]
+    missing = missing_bytes(optimizer)
+    if not order_matters:
+        parameters.reverse()
+    sizes = [
+        sum(t.nbytes for t in tensors_of(optimizer, [p])) + missing.get(id(p), 0)
+        for p in parameters
+    ]
+    limit = max([sum(sizes) // _MOST_BUCKETS, *sizes])
+    buckets: list[set[int]] = [set()]
+    nbytes = 0
+    for parameter, size in zip(parameters, sizes, strict=True):
+        if nbytes and nbytes + size > limit:
+            buckets.append(set())
+            nbytes = 0
+        buckets[-1].add(id(parameter))
+        nbytes += size
+    return buckets
 
 
 def num_temporaries(optimizer: Optimizer) -> int:

@@ -1,0 +1,84 @@
+"""Steps whose closure runs the first graph: it is called before the step begins, not within it.
+
+    hooks of the user | closure: graphs are compiled, the state moves | buckets | the user's call
+
+Lightning gives every step a closure. What moves the training state puts its hooks around a step
+when the step is called, so for that first step it would come too late: the optimizer would make all
+of its state at once. In later steps the hooks call the closure themselves.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from teraplan.runtime.process.untraced import untraced
+from teraplan.runtime.state import attachment, optimizer_steps
+from teraplan.runtime.state.stand_in import is_of_torch
+from teraplan.runtime.state.step_hooks import is_nested
+
+Optimizer = torch.optim.Optimizer
+
+_met: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""Optimizers whose first step with a closure has been seen."""
+_begins: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""Of these, those in whose first step the closure has not been called."""
+
+
+def call_first_closures_early(is_ours: Callable[[Optimizer], bool]) -> None:
+    """Do so in this process from now on, for optimizers that are known to begin with the closure.
+
+    `is_ours`: says whether one trains a model that is compiled by this backend. Those of others are
+    left alone, and so are optimizers that are not torch's: they may do something before.
+    """
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401
+        if optimizer in _met or not callable(_closure(args, kwargs)) or is_nested(optimizer):
+            return
+        if not is_of_torch(optimizer) or attachment.is_detached(optimizer):
+            return
+        _met.add(optimizer)
+        if is_ours(optimizer):
+            _begins.add(optimizer)
+            # Not called in this one: hooks of sessions that it opens would join those under way.
+            optimizer.register_step_pre_hook(untraced(_before_step))
+            optimizer.register_step_post_hook(untraced(_after_step))
+
+    register_optimizer_step_pre_hook(untraced(before))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    if optimizer not in _begins:
+        return None
+    _begins.discard(optimizer)
+    args, kwargs = _called(args, kwargs)
+    for steps in optimizer_steps.alive():
+        begun = steps.begin_late(optimizer, args, kwargs)
+        if begun is not None:
+            return begun
+    return args, kwargs
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    for steps in optimizer_steps.alive():
+        steps.end_late(optimizer)
+
+
+def _closure(args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+
+def _called(args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """The arguments with the closure called: the next call returns what that has returned."""
+    closure = _closure(args, kwargs)
+    with torch.enable_grad():
+        kept = [closure()]
+
+    def again() -> object:
+        return kept.pop() if kept else closure()
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": again}
+    return (*args[:1], again, *args[2:]), kwargs
