@@ -20,8 +20,6 @@ from teraplan.values.graph_table import GraphTable
 _HEADROOM_BYTES = 8 << 20
 """With a share of the budget, the headroom of `Device.keep_under`: so much free memory may lie
 between tensors."""
-
-
 _STATE_COULD_MOVE = (
     "Parameters, gradients and optimizer state stay on the device here; "
     'training_state="moves" lets them leave, too'

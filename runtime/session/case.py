@@ -30,8 +30,6 @@ _MAX_ATTEMPTS = 4
 """Measurements of unequal steps before a kind of step counts as one that does not repeat."""
 _FIRST_PAUSE = 16
 """Steps until such a kind is measured again; each further time twice as many."""
-
-
 _MAX_DIVERGED, _MAX_DOUBLED = 3, 5
 """Steps in a row that went another way than planned, after which a kind of step is measured anew;
 each further time twice as many, so often at most."""

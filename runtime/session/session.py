@@ -172,7 +172,7 @@ class Session:
                 self._meet(table)
             if self._bounds.at_begin():
                 self._begin_step((table.graph, shapes))
-            else:
+            elif is_new or self.engine.unplanned:
                 assert self.active is not None and self.engine.recorder is not None
                 self._shares.saw(self.engine.recorder.saved_bytes)
                 if is_new:

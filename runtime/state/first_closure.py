@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from teraplan.runtime.process.untraced import untraced
 from teraplan.runtime.state import attachment, optimizer_steps
 from teraplan.runtime.state.stand_in import is_of_torch
-from teraplan.runtime.state.step_hooks import is_nested
+from teraplan.runtime.state.step_hooks import is_nested, put_innermost
 
 Optimizer = torch.optim.Optimizer
 
@@ -43,8 +43,9 @@ def call_first_closures_early(is_ours: Callable[[Optimizer], bool]) -> None:
         if is_ours(optimizer):
             _begins.add(optimizer)
             # Not called in this one: hooks of sessions that it opens would join those under way.
-            optimizer.register_step_pre_hook(untraced(_before_step))
-            optimizer.register_step_post_hook(untraced(_after_step))
+            first = optimizer.register_step_pre_hook(untraced(_before_step))
+            last = optimizer.register_step_post_hook(untraced(_after_step))
+            put_innermost(optimizer, first, last)
 
     register_optimizer_step_pre_hook(untraced(before))
 
