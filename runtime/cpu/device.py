@@ -217,6 +217,9 @@ class CpuDevice(Device):
 
     def let_go(self, nbytes: int) -> None:
         self.pool.lower(nbytes)
+        limit_bytes = self._limit_bytes
+        if limit_bytes is not None and process_memory.resident_bytes_fast() > limit_bytes:
+            self._trim_heap()
 
     def hold_less(self, nbytes: int) -> None:
         self.pool.lower(nbytes)

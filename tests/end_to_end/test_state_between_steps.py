@@ -68,6 +68,18 @@ def test_memory_taken_between_steps_is_not_theirs(step: int) -> None:
     assert 0 < max(s.actual_peak_bytes for s in this.statuses) < 100 << 20
 
 
+def test_what_code_between_steps_leaves_in_the_heap_is_given_back() -> None:
+    """Copies of all weights that go into a hash or a log, say."""
+
+    def between(net: MLP, _: torch.optim.Optimizer, step: int) -> None:
+        if step >= 2:
+            copies = [b"x" * (6 << 20) for _ in range(20)]
+            assert len(copies) > len(net.layers)
+
+    this = run_moving(training(adamw, between=between, steps=10))
+    assert 0 < max(s.actual_peak_bytes for s in this.statuses) < 100 << 20
+
+
 def test_a_step_that_begins_with_a_new_graph_is_not_measured() -> None:
     """Its backward is compiled in it, which takes memory that later steps do not."""
     measured: list[bool] = []
