@@ -54,9 +54,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: 
     if optimizer not in _begins:
         return None
     _begins.discard(optimizer)
+    begin = [steps for steps in optimizer_steps.alive() if steps.has_hooks(optimizer)]
     args, kwargs = _called(args, kwargs)
     for steps in optimizer_steps.alive():
-        begun = steps.begin_late(optimizer, args, kwargs)
+        begun = None if steps in begin else steps.begin_late(optimizer, args, kwargs)
         if begun is not None:
             return begun
     return args, kwargs

@@ -126,20 +126,21 @@ class OptimizerSteps:
             self._handles[optimizer] = self._hooked(optimizer)
         self._adopt(optimizer)
 
+    def has_hooks(self, optimizer: Optimizer) -> bool:
+        """True if a step of the optimizer that begins now begins here, too."""
+        return optimizer in self._handles
+
     def begin_late(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Begin a step whose hooks were gathered before there was a training state to move.
 
         Returns:
-            What the step is to be called with; None if it is none of ours, or begun already.
+            What the step is to be called with; None if it is none of ours.
         """
-        if optimizer in self._handles or not self._is_to_run(optimizer):
-            return None
-        return self._before(optimizer, args, kwargs)
+        return self._before(optimizer, args, kwargs) if self._is_to_run(optimizer) else None
 
     def end_late(self, optimizer: Optimizer) -> None:
-        """Such a step has ended, if it was one."""
-        if optimizer not in self._handles:
-            self._after(optimizer)
+        """Such a step has ended, if it was one; another one that has ended may have."""
+        self._after(optimizer)
 
     # -- hooks -----------------------------------------------------------------------------------
 
