@@ -217,9 +217,10 @@ class CpuDevice(Device):
 
     def let_go(self, nbytes: int) -> None:
         self.pool.lower(nbytes)
-        limit_bytes = self._limit_bytes
-        if limit_bytes is not None and process_memory.resident_bytes_fast() > limit_bytes:
-            self._trim_heap()
+        if self._limit_bytes is None or nbytes <= _WORTH_TRIMMING_BYTES:
+            return
+        if process_memory.resident_bytes_fast() - self._limit_bytes > _WORTH_TRIMMING_BYTES:
+            self._malloc.trim()
 
     def hold_less(self, nbytes: int) -> None:
         self.pool.lower(nbytes)
