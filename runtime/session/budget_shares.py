@@ -68,16 +68,15 @@ class BudgetShares:
         return self._budget_bytes < needed
 
     def refuse_state_alone(self) -> None:
-        """Raise InfeasibleBudgetError if not even the training state fits."""
-        if self._given is None or self._given.nbytes is None:
+        """Raise InfeasibleBudgetError if not even the state fits, and it cannot start to move."""
+        if self._given is None or self._given.nbytes is None or self._keeper.may_start:
             return
-        if not self._keeper.may_start:  # else the first graph that is trained decides
-            self._refresh(())
-            self._keeper.share_out(self._given.nbytes, self.forecast.least_bytes)
-            moving = self._keeper.limit_bytes
-            rest = self._given.nbytes - moving
-            shared = self._keeper.shared_bytes
-            self.forecast.refuse(rest, certainly=False, moving_bytes=moving, shared_bytes=shared)
+        self._refresh(())
+        self._keeper.share_out(self._given.nbytes, self.forecast.least_bytes)
+        moving = self._keeper.limit_bytes
+        rest = self._given.nbytes - moving
+        shared = self._keeper.shared_bytes
+        self.forecast.refuse(rest, certainly=False, moving_bytes=moving, shared_bytes=shared)
 
     def divide(
         self, case: Case, tables: Iterable[GraphTable], *, is_first: bool, may_start: bool

@@ -11,7 +11,7 @@ import torch
 
 from teraplan.runtime.state.arena import StateArena
 from teraplan.runtime.state.digests import is_as_it_left
-from teraplan.runtime.state.host_twins import is_dense
+from teraplan.runtime.state.movable import is_dense
 from teraplan.runtime.state.stand_in import equal
 from teraplan.runtime.storage.memory import digest
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from teraplan.runtime.process.untraced import untraced
 from teraplan.runtime.state import attachment, optimizer_steps
 from teraplan.runtime.state.stand_in import is_of_torch
-from teraplan.runtime.state.step_hooks import is_nested, put_innermost
+from teraplan.runtime.state.step_hooks import called_once, closure_of, is_nested, put_innermost
 
 Optimizer = torch.optim.Optimizer
 
@@ -35,7 +35,7 @@ def call_first_closures_early(is_ours: Callable[[Optimizer], bool]) -> None:
     """
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ANN401
-        if optimizer in _met or not callable(_closure(args, kwargs)) or is_nested(optimizer):
+        if optimizer in _met or closure_of(args, kwargs) is None or is_nested(optimizer):
             return
         if not is_of_torch(optimizer) or attachment.is_detached(optimizer):
             return
@@ -55,7 +55,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: 
         return None
     _begins.discard(optimizer)
     begin = [steps for steps in optimizer_steps.alive() if steps.has_hooks(optimizer)]
-    args, kwargs = _called(args, kwargs)
+    args, kwargs = called_once(args, kwargs, again=True)
     for steps in optimizer_steps.alive():
         begun = None if steps in begin else steps.begin_late(optimizer, args, kwargs)
         if begun is not None:
@@ -66,21 +66,3 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:  # noqa: 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
     for steps in optimizer_steps.alive():
         steps.end_late(optimizer)
-
-
-def _closure(args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-
-def _called(args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    """The arguments with the closure called: the next call returns what that has returned."""
-    closure = _closure(args, kwargs)
-    with torch.enable_grad():
-        kept = [closure()]
-
-    def again() -> object:
-        return kept.pop() if kept else closure()
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": again}
-    return (*args[:1], again, *args[2:]), kwargs

@@ -13,8 +13,8 @@ import torch
 
 from teraplan.runtime.process.census import STATES_OF_UNKNOWN, states_to_come
 from teraplan.runtime.process.pinned_pool import PAGE_BYTES
-from teraplan.runtime.state.host_twins import ALIGNMENT, is_dense
-from teraplan.runtime.state.movable import is_plain
+from teraplan.runtime.state.host_twins import ALIGNMENT
+from teraplan.runtime.state.movable import is_dense, is_plain
 from teraplan.runtime.state.stand_in import parameters_of
 from teraplan.units import MIB
 from teraplan.values.graph_table import MIN_SLOT_BYTES

@@ -11,8 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.state.host_memory import host_tensor
-from teraplan.runtime.state.host_twins import is_dense
-from teraplan.runtime.state.movable import memory_of
+from teraplan.runtime.state.movable import is_dense, memory_of
 from teraplan.runtime.state.stand_in import found_in
 from teraplan.values.graph_table import MIN_SLOT_BYTES
 

@@ -153,21 +153,22 @@ class HostStep:
         place = self._place
         made = self._standing_in(twins)
         reserved = self._reserve(twins)
+        is_known = is_of_torch(self._optimizer)
         for twin in twins:
-            twin.give_gradient(to_write=not is_of_torch(self._optimizer))
+            twin.give_gradient(to_write=not is_known)
         start_ns = time.perf_counter_ns()
         plain_step(made)(made, *self.args, **self.kwargs)
         self.busy_ns += time.perf_counter_ns() - start_ns
         unscaled = getattr(made, "grad_scale", None) is not None
         for twin in twins:
-            if shares_memory(made.state.get(twin.tensor, {}), twin.tensor):
+            state = made.state.get(twin.tensor)
+            if not is_known and shares_memory(state or {}, twin.tensor):
                 raise UnsupportedError(
                     f"{type(self._optimizer).__name__} {SHARES_MEMORY}, which it did not in the "
                     'steps before: set host_updates to "never"'
                 )
             with place.access((twin.parameter, twin.gradient), writes=True):
                 twin.back(place.lane, unscaled=unscaled)
-            state = made.state.get(twin.tensor)
             if state is not None and not place.state.take_in(state):
                 self.unfit.append(twin.parameter)
             self.updated.append((twin, state))

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from teraplan.runtime.host_lane import HostLane, Wait
-from teraplan.runtime.state.lease import span_nbytes
-from teraplan.runtime.storage.memory import digest
+from teraplan.runtime.state.bits import digest_of
 
 ALIGNMENT = 64
 """Bytes at which values and gradients begin in a slot."""
@@ -48,7 +47,8 @@ class Twin:
             self.tensor = torch.nn.Parameter(self.value, requires_grad=parameter.requires_grad)
         elif parameter.requires_grad:
             self.tensor = self.value.requires_grad_()
-        self._version, self._digest = -1, 0
+        self._version = -1
+        self._digest: int | None = None
         self._arrives = arrives
         """The gradient is on its way already."""
 
@@ -61,9 +61,10 @@ class Twin:
 
     def give_gradient(self, *, to_write: bool) -> None:
         """The bytes are there: the optimizer may see them, and write to them through `.data`."""
-        self.tensor.grad = self._host_gradient
-        self._version = self._host_gradient._version
-        self._digest = _digest(self._host_gradient) if to_write else 0
+        # `.data`: if the step gives it other memory, ours is still known.
+        self.tensor.grad = given = self._host_gradient.data
+        self._version = given._version
+        self._digest = digest_of(self._host_gradient) if to_write else None
 
     def back(self, lane: HostLane, *, unscaled: bool) -> None:
         """Start copying the updated value, and the gradient if the step has written to it.
@@ -76,7 +77,8 @@ class Twin:
         if gradient is None:
             return
         written = unscaled or gradient._version != self._version
-        written = written or (bool(self._digest) and self._digest != _digest(self._host_gradient))
+        if self._digest is not None and not written:
+            written = self._digest != digest_of(self._host_gradient)
         if _settle(self._host_gradient, gradient) or written:
             lane.back(bytes_of(self._host_gradient), bytes_of(self.gradient))
 
@@ -98,22 +100,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor, (nbytes,), uint8."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return digest(tensor.data_ptr(), tensor.nbytes)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """True if the tensor has one element at each place of the memory that it spans."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_complex()
-        and not tensor.is_inference()
-        and span_nbytes(tensor) == tensor.nbytes
-    )
 
 
 def twins_in(

@@ -25,6 +25,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """True if the tensor has one element at each place of the memory that it spans."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_complex()
+        and not tensor.is_inference()
+        and span_nbytes(tensor) == tensor.nbytes
+    )
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """Tells memories of tensors apart; of one that has none, the tensor itself."""
     strided = tensor.layout == torch.strided

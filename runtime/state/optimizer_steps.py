@@ -172,7 +172,7 @@ class OptimizerSteps:
         ours = any(self._is_ours(p) for p in parameters_of(optimizer))
         if ours and not attachment.is_attached(optimizer) and self._runs_whole(optimizer):
             return False
-        if attachment.is_attached(optimizer) and (ours or list(_alive) == [self]):
+        if attachment.is_attached(optimizer) and (ours or alive() == [self]):
             others = [p for p in parameters_of(optimizer) if not self._is_ours(p)]
             self._state.adopt_parameters(others)
             return True
@@ -378,7 +378,7 @@ def alive() -> list[OptimizerSteps]:
 def attach(optimizer: object) -> Optimizer:
     """See `teraplan.attach`."""
     found = attachment.note(optimizer, attached=True)
-    for steps in list(_alive):
+    for steps in alive():
         steps.take_in(found)
     return found
 

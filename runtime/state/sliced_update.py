@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from teraplan.runtime.state.host_twins import is_dense
+from teraplan.runtime.state.movable import is_dense
 from teraplan.runtime.state.stand_in import stand_in, take_values_over
 from teraplan.runtime.state.update_needs import missing_bytes
 from teraplan.runtime.state.update_trial import plain_step

@@ -63,22 +63,36 @@ def put_in_order(optimizer: Optimizer) -> None:
             optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
-def called_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The step's arguments (the optimizer first) with the closure called, and its result kept."""
-    kwargs = dict(kwargs)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):  # none, or something else that a step of a user's own is given
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object] | None:
+    """The closure among a step's arguments (the optimizer first).
+
+    None without one, also where it is something else that a step of a user's own is given.
+    """
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return given if callable(given) else None
+
+
+def called_once(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """The step's arguments with the closure called, and its result kept for whoever calls it.
+
+    `again`: for the first call alone; later ones call it again.
+    """
+    closure = closure_of(args, kwargs)
+    if closure is None:
         return args, kwargs
     with torch.enable_grad():
-        loss = closure()
+        kept = [closure()]
 
-    def again() -> object:
-        return loss
+    def result() -> object:
+        if not again:
+            return kept[0]
+        return kept.pop() if kept else closure()
 
     if "closure" in kwargs:
-        kwargs["closure"] = again
-        return args, kwargs
-    return (*args[:1], again, *args[2:]), kwargs
+        return args, {**kwargs, "closure": result}
+    return (*args[:1], result, *args[2:]), kwargs
 
 
 def calling(owner: "weakref.ref[Any]", method: str) -> Callable[..., Any]:

@@ -39,6 +39,15 @@ class Centering(Lion):
         super().step()
 
 
+class Transposing(Lion):
+    """Gives gradients other memory, with their elements in another order."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.grad.data = p.grad.mul(0.5).t().contiguous().t() if p.ndim == 2 else p.grad * 0.5
+        super().step()
+
+
 OPTIMIZERS: dict[str, Optimizers] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -56,6 +65,7 @@ MORE: dict[str, Optimizers] = {
     "Lion": Lion,
     "Counting": Counting,
     "Centering": Centering,
+    "Transposing": Transposing,
     "around another": lambda p: Lookahead(adamw(p)),
 }
 

@@ -26,6 +26,7 @@ MATRIX_BYTES = WIDTH * WIDTH * 4
 TABLE_BYTES = ROWS_OF_TABLE * WIDTH * 4
 BUDGET = TABLE_BYTES + (4 << 20)
 """Room for the table, not for a second one."""
+MUCH_BYTES = 96 << 20
 CHANGES_AT, STEPS = 5, 13
 
 
@@ -180,9 +181,15 @@ def test_steps_that_go_on_in_another_way_get_a_plan_of_their_own(which: str) -> 
     assert last.diverged_steps == num_diverged
 
 
+def beside_much(part: Layers, x: Tensor) -> Tensor:
+    """As `twice`, and takes far more memory than is left to it."""
+    much = torch.ones(MUCH_BYTES, dtype=torch.uint8)
+    return twice(part, x) + 0 * much[:1].sum()
+
+
 @pytest.mark.slow
 def test_a_step_that_leaves_its_plan_once_teaches_it_nothing() -> None:
-    program = changing(in_halves, until=CHANGES_AT + 1)
+    program = changing(beside_much, until=CHANGES_AT + 1)
     budget = budget_beside_others(24 * MATRIX_BYTES)
     found = run(program, device_budget=budget, training_state="moves")
     assert_same(unlimited(program), found)
@@ -190,6 +197,7 @@ def test_a_step_that_leaves_its_plan_once_teaches_it_nothing() -> None:
     assert last.phase == "planned"
     assert last.diverged_steps == 1
     assert "steps off their plan       1 of" in str(last)
+    assert 0 < last.actual_peak_bytes < MUCH_BYTES // 2
 
 
 def test_steps_that_do_not_follow_a_replayed_plan_are_told_of(tmp_path: Path) -> None:
