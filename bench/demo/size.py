@@ -32,7 +32,7 @@ CPU = Size(
 )
 """25 million parameters; about 650 MiB of saved activations."""
 TINY = Size(
-    model=GPTConfig(context=128, num_layers=4, num_heads=4, width=256),
+    model=GPTConfig(context=128, num_layers=2, num_heads=4, width=256),
     batch_size=16,
     warmup_steps=5,
     measured_steps=4,

@@ -133,6 +133,12 @@ def _further_states(group: dict[str, Any]) -> int:
     return sum(bool(group.get(option)) for option in ("amsgrad", "momentum", "centered"))
 
 
+def unfreeze() -> None:
+    """What a program has frozen (`gc.freeze`) is in no list of objects: it is frozen no longer."""
+    if gc.get_freeze_count():
+        gc.unfreeze()
+
+
 def _instances(kind: type[_T]) -> list[_T]:
     """All objects of this class and its subclasses that the garbage collector tracks.
 
@@ -143,6 +149,7 @@ def _instances(kind: type[_T]) -> list[_T]:
     SystemError where a tuple that is still being filled is held by somebody else. So no bytecode
     runs from when the list is made to when it is gone, only functions that keep the GIL.
     """
+    unfreeze()
     wanted = set(map(id, _with_subclasses(kind)))
     return cast("list[_T]", list(_of_classes(wanted)))
 

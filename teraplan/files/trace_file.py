@@ -329,6 +329,8 @@ def _decode_recompute(tensor: Node, ids: dict[str, int]) -> Recompute | None:
     for item in node.get("sources").items():
         if item.text() not in ids:
             raise item.fail(f'"{item.text()}" is no tensor of this trace')
+        if item.text() == tensor.get("name").text():
+            raise item.fail("is the tensor itself; a tensor is computed again from others")
         sources.append(ids[item.text()])
     return Recompute(
         duration_ns=node.get("duration_ns").integer(),

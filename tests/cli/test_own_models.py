@@ -97,6 +97,7 @@ def test_modules_and_factories_that_fail_are_named(
     assert_one_line(capsys, "write MODULE:FUNCTION")
 
 
+@pytest.mark.slow
 def test_the_command_finds_modules_in_the_working_directory(tmp_path: Path) -> None:
     """The script of an installed package has its own folder on the path, not the working one."""
     (tmp_path / "my_models.py").write_text(

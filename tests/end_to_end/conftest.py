@@ -13,6 +13,7 @@ import torch
 from teraplan import backend
 from teraplan.config import Config
 from teraplan.planners import small_step, stall_driven
+from teraplan.runtime.process import census
 from teraplan.runtime.session import plan_maker
 from teraplan.runtime.state import host_choice
 from teraplan.runtime.storage import Storage, default_directory
@@ -44,7 +45,9 @@ def alone() -> Iterator[None]:
     # pytest's log handler would make torch write down every guard of every graph.
     logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
     gc.freeze()  # what is still there is no garbage, and no test's training state
-    with pytest.MonkeyPatch.context() as patch:  # as much as what a small model saves
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(census, "unfreeze", lambda: None)
+        # As much as what a small model saves.
         patch.setattr(plan_maker, "MEASURED_WITHIN_BYTES", 0)
         # Any plan will do, and the best takes time.
         patch.setattr(small_step, "_SIMULATIONS", 5)

@@ -58,6 +58,7 @@ def test_gpt(tiers: str) -> None:
     compare(program, tiers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["host"], indirect=True)
 def test_waits_of_steps_without_a_plan_are_forgotten(
     tiers: str, monkeypatch: pytest.MonkeyPatch

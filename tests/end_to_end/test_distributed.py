@@ -37,6 +37,7 @@ def program(this: Run) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_the_state_moves_with_equal_bits() -> None:
     reference = run(program, device_budget=100 << 30, training_state="stays")
     limited = moving.run_least(program, moving.BUDGET * DEPTH // moving.DEPTH)

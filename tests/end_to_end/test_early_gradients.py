@@ -31,6 +31,7 @@ def sent(found: Run) -> list[int]:
     return [status.host_gradients_sent_early for status in found.statuses]
 
 
+@pytest.mark.slow
 def test_all_are_there_once_there_is_state() -> None:
     found = check(training(adamw))
     assert sent(found) == [0, 0, *[3] * (STEPS - 2)]

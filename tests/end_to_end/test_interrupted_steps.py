@@ -46,6 +46,7 @@ def training(begin: CodeType, came: list[int], *, interrupted: bool) -> Program:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", [Session._begin_step, Engine.begin_step])
 def test_where_one_step_ends_and_the_next_begins(begin: Callable[..., None]) -> None:
     came: list[int] = []

@@ -55,7 +55,8 @@ def test_a_model_in_several_graphs_leaves_no_session_and_no_file(disk: Path) -> 
     assert not list(disk.iterdir())
 
 
-@pytest.mark.parametrize("moves", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("moves", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_the_next_model_has_the_graphs_of_the_last_one(moves: bool) -> None:
     torch._dynamo.reset()
     reference = trained(make(device_budget=UNLIMITED))
@@ -98,6 +99,7 @@ def test_a_session_outlives_parameters_that_are_replaced() -> None:
     assert not backend.sessions()
 
 
+@pytest.mark.slow
 def test_a_backward_after_its_model_is_gone() -> None:
     def result(**options: object) -> str:
         model = make(**options)

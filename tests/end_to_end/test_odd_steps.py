@@ -30,8 +30,11 @@ def skipping(*bad: int) -> Program:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "bad", [(1,), *(pytest.param(bad, marks=pytest.mark.slow) for bad in ((1, 2), (0, 3)))], ids=str
+    "bad",
+    [(1,), *(pytest.param(bad, marks=pytest.mark.exhaustive) for bad in ((1, 2), (0, 3)))],
+    ids=str,
 )
 def test_batches_that_are_passed_over(bad: tuple[int, ...]) -> None:
     """While memory is measured, two forwards in one step need more than there is."""
@@ -42,6 +45,7 @@ def test_batches_that_are_passed_over(bad: tuple[int, ...]) -> None:
     assert limited.final.phase == "planned"
 
 
+@pytest.mark.slow
 def test_steps_that_were_interrupted_while_they_were_measured() -> None:
     """Done anew they are as of two batches, and each is unlike the one before."""
     num_steps = 34
@@ -91,8 +95,9 @@ def growing(when: int, what: str) -> Program:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["evaluates", "loads"])
-@pytest.mark.parametrize("when", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_what_a_process_takes_for_good_is_no_need_of_a_step(what: str, when: int) -> None:
     """Code that is compiled for an evaluation, what a program keeps: neither comes every step."""
     plain = tight(growing(STEPS, what), unlimited(growing(STEPS, what)), 0.5)

@@ -42,13 +42,14 @@ print("ended", flush=True)
 _EXPECTED = {"ends": 0, "raises": 1, "exits": 3, "killed": -signal.SIGKILL}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
         "killed",
-        pytest.param("raises", marks=pytest.mark.slow),
-        pytest.param("ends", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        pytest.param("exits", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        "raises",
+        pytest.param("ends", marks=pytest.mark.exhaustive),
+        pytest.param("exits", marks=pytest.mark.exhaustive),
     ],
 )
 def test_nothing_is_left_in_the_storage_directory(how: str, disk: Path) -> None:

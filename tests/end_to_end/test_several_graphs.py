@@ -234,6 +234,7 @@ def _moves(weight: Tensor) -> bool:
     return any(state.arena.block_of(weight) is not None for state in alive)
 
 
+@pytest.mark.slow
 def test_a_functional_call_has_results_in_the_places_of_parameters() -> None:
     def program(this: Run) -> None:
         net = Broken(3, beside=1)
@@ -325,6 +326,7 @@ def test_what_others_have_compiled_stays() -> None:
         assert moving().arena.block_of(module.linear.weight) is None
 
 
+@pytest.mark.slow
 def test_a_later_graph_that_needs_more_has_it_in_the_first_step() -> None:
     left: list[int] = []
     budget = 0

@@ -59,6 +59,7 @@ def test_a_replayed_plan_says_what_moves_together(
     assert blocks_by_kind()[TensorKind.PARAMETER] == -(-moving.DEPTH // TOGETHER)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_of_several_batches(set_to_none: bool) -> None:
     check(training(adamw, accumulate=3, clip=0.01, set_to_none=set_to_none))
@@ -69,6 +70,7 @@ def test_updates_at_the_gradients() -> None:
     assert last.updates_in_backward == moving.DEPTH
 
 
+@pytest.mark.slow
 def test_frozen_ones_are_not_with_those_that_are_written() -> None:
     made: list[MLP] = []
 

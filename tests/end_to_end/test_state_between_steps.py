@@ -68,6 +68,7 @@ def test_memory_taken_between_steps_is_not_theirs(step: int) -> None:
     assert 0 < max(s.actual_peak_bytes for s in this.statuses) < 100 << 20
 
 
+@pytest.mark.slow
 def test_what_code_between_steps_leaves_in_the_heap_is_given_back() -> None:
     """Copies of all weights that go into a hash or a log, say."""
 

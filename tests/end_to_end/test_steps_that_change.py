@@ -200,6 +200,7 @@ def test_a_step_that_leaves_its_plan_once_teaches_it_nothing() -> None:
     assert 0 < last.actual_peak_bytes < MUCH_BYTES // 2
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_follow_a_replayed_plan_are_told_of(tmp_path: Path) -> None:
     budget = budget_beside_others(24 * MATRIX_BYTES)
     options: dict[str, Any] = {"device_budget": budget, "training_state": "moves"}

@@ -46,6 +46,7 @@ def _budget_bytes(limited: Run) -> int:
     return budget + budget // 8
 
 
+@pytest.mark.slow
 def test_tensors_that_cannot_leave_stay_where_there_is_room(reference: Reference) -> None:
     # Room for one file's first growth, and none after that.
     with injected(Fault(call="grow", what=errno.ENOSPC, at=2, times=FOREVER)) as calls:

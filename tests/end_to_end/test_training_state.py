@@ -342,6 +342,7 @@ def _least(program: Program, budget: int) -> int:
     return e.value.least_budget_bytes - others
 
 
+@pytest.mark.slow
 def test_the_least_budget_is_the_same_whatever_was_given() -> None:
     """Also where a graph has nothing to move: few rows, and weights that are too small."""
     program = training(adamw, make_model=lambda: MLP(width=96, depth=40, rows=8))

@@ -10,6 +10,7 @@ from tests.end_to_end.training import MLP, Run, assert_same, run, tight, trainin
 PROGRAM = training(lambda: MLP(rows=8192), MLP(rows=8192).batch, steps=10)
 
 
+@pytest.mark.slow
 def test_the_status_shows_what_was_written_and_the_share_of_the_endurance() -> None:
     best = unlimited(PROGRAM)
     limited = tight(PROGRAM, best, 0.5, endurance="1GB")

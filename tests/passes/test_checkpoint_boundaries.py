@@ -62,6 +62,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("last", "fused"), CASES)
 def test_what_lies_between_blocks_is_saved(last: Callable[[Tensor], Tensor], fused: bool) -> None:
     few, many = _blocks(last, 3, fused=fused), _blocks(last, 5, fused=fused)

@@ -116,6 +116,7 @@ def check(seed: int, *, kernels: str = "inductor", peak_memory_order: bool = Tru
         torch.testing.assert_close(got, plain, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_random_graph(seed: int) -> None:
     check(seed)

@@ -314,6 +314,7 @@ def test_files_keep_it(tmp_path: Path) -> None:
         ('"tensor": "{gelu}"}}', '"tensor": "{first}"}}', "cannot be computed again"),
         ('"tensor": "{other}"}}', '"tensor": "{gelu}"}}', 'names "{gelu}" 2 times'),
         ('"sources": ["{up}"]', '"sources": ["nobody"]', "is no tensor of this trace"),
+        ('"sources": ["{up}"]', '"sources": ["{gelu}"]', "is the tensor itself"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:

@@ -293,6 +293,7 @@ def test_a_tensor_that_fits_nowhere_as_a_whole_is_split() -> None:
         make_plan(trace, machine(6.0, host=6.0), limit, "lru")
 
 
+@pytest.mark.slow
 def test_what_has_a_rule_is_not_split() -> None:
     trace = gpt_trace(2)
     limit, hardware = budgets(between(trace, 0.05)), machine(6.0, host=6.0)
@@ -310,6 +311,7 @@ def test_nothing_is_split_where_one_link_fills_the_port() -> None:
     assert not splits(plan)
 
 
+@pytest.mark.slow
 def test_a_plan_without_splits_is_replaced_where_it_is_slower() -> None:
     """A plan for a slower machine stays a candidate."""
     trace = gpt_trace(2)

@@ -38,6 +38,7 @@ def test_names_without_numbers_stay_apart() -> None:
     assert [str(fold) for fold in layer_fold(["embed", "head", "embed"])] == ["embed", "head"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.from_regex(r"[a-z]{1,3}(\.(\d{1,2}|[a-z]{1,2})){0,3}", fullmatch=True)))
 def test_a_fold_loses_no_name(names: list[str]) -> None:
     folds = layer_fold(names)

@@ -1,5 +1,6 @@
 """Which tensors count as memory of the process."""
 
+import gc
 import threading
 from typing import Any
 
@@ -41,6 +42,17 @@ def test_the_state_of_a_parameter_is_what_its_optimizer_keeps_at_most() -> None:
         for optimizer in optimizers[1:]
     ]
     assert kept == expected[1:]
+
+
+def test_what_a_program_has_frozen_counts() -> None:
+    """Programs that fork do so; no list of objects has what is frozen."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    gc.freeze()
+    try:
+        found = census.optimizers()
+    finally:
+        gc.unfreeze()
+    assert any(one is optimizer for one in found)
 
 
 def test_other_threads_are_not_disturbed() -> None:

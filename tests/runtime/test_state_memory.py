@@ -95,11 +95,13 @@ def printed(code: str) -> int:
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_holes_that_the_heap_has_already_are_not_used() -> None:
     """Blocks of 4 MiB, one at a time: on the heap each took another place."""
     assert printed(HOLES) < 8 * MIB
 
 
+@pytest.mark.slow
 def test_temporaries_of_updates_leave_nothing_behind() -> None:
     """On the heap their places were never reused: it grew with every update."""
     assert printed(TEMPORARIES) < 24 * MIB

@@ -184,6 +184,7 @@ def _spill_files() -> list[str]:
     return [target for target in targets if "teraplan" in target and "(deleted)" in target]
 
 
+@pytest.mark.slow
 def test_a_fork_while_io_runs_does_not_hang_the_child(disk: Path, memory: Memory) -> None:
     tensor = memory(32 * MIB, 64, seed=1)
     with Storage.open([disk]) as storage:
