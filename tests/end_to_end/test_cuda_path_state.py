@@ -11,6 +11,7 @@ from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.cuda.storage_pointers import why_not
 from teraplan.values.step_trace import TensorKind
 from tests.end_to_end import moving, test_state_models
+from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import adamw, model, sgd, training, weight
 from tests.end_to_end.test_state_plan import planned_case
 from tests.end_to_end.training import MLP, UNLIMITED, Program, Run, assert_same, run
@@ -40,7 +41,9 @@ def check(
     return limited
 
 
-@pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kernels", by_cost(["aot_eager", "inductor"], quick=["aot_eager"], rare=["inductor"])
+)
 def test_it_moves_to_host_memory_under_a_plan(kernels: str) -> None:
     limited = check(training(adamw), kernels=kernels)
     assert limited.final.state_to_host_bytes > 0
@@ -104,7 +107,7 @@ class _Normed(MLP):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernels", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), "inductor"]
+    "kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 )
 def test_weights_that_the_forward_changes(kernels: str) -> None:
     """They leave before it and in it, so a copy from before must not be taken for theirs."""

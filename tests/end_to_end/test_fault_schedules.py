@@ -66,7 +66,7 @@ def _kinds() -> Iterator[object]:
             for times in (1, FOR_EVER):
                 name = f"{call}-{Fault.name_of(what)}-{'once' if times == 1 else 'from there on'}"
                 if what != EINTR or times == 1:  # the others take a deadline each
-                    yield pytest.param(call, what, times, 9, id=f"some-{name}")
+                    yield pytest.param(call, what, times, 13, id=f"some-{name}")
                 yield pytest.param(call, what, times, 1, id=f"every-{name}", marks=EXHAUSTIVE)
 
 

@@ -50,7 +50,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "giving other memory": Replacing,
 }
 QUICK = ("AdamW",)
-RARE = ("AdamW fused", "Adagrad")
+RARE = ("AdamW fused", "Adagrad", "SGD momentum", "Lion")
 NAMES = by_cost(OPTIMIZERS, quick=QUICK, rare=RARE)
 
 
@@ -103,7 +103,9 @@ class Unbiased(MLP):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make_model", [model, Unbiased])
+@pytest.mark.parametrize(
+    "make_model", [model, pytest.param(Unbiased, marks=pytest.mark.exhaustive)]
+)
 def test_fused_kernels(make_model: Callable[[], MLP]) -> None:
     last = compared(looping(make_model=make_model), kernels="inductor")
     assert last.updates_in_backward == WEIGHTS

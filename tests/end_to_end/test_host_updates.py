@@ -75,7 +75,7 @@ def test_optimizers(name: str) -> None:
     check(training(OPTIMIZERS[name]))
 
 
-RARE = ("RMSprop", "NAdam", "RAdam")
+RARE = ("RMSprop", "NAdam", "RAdam", "AdamW amsgrad", "Centering", "around another")
 
 
 @pytest.mark.parametrize("name", by_cost(MORE, rare=RARE))

@@ -218,8 +218,14 @@ TOO_LATE: dict[str, tuple[Step, str]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TOO_LATE)
+RARE_TOO_LATE = (
+    *("clip_grad_value_", "clamp of data", "another optimizer", "zero_grad without None"),
+    *("arguments", "parameters through .data", "optimizer state dropped", "never zeroed"),
+)
+"""By the same route as another of them."""
+
+
+@pytest.mark.parametrize("name", by_cost(TOO_LATE, rare=RARE_TOO_LATE))
 def test_what_begins_later_raises(name: str) -> None:
     step_of, message = TOO_LATE[name]
     later: list[int] = []

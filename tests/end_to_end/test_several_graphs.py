@@ -173,7 +173,13 @@ def test_blocks_compiled_one_by_one_need_less_than_all_of_their_parameters() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen", [slice(1, None), slice(23)], ids=["behind", "in front"])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        pytest.param(slice(1, None), id="behind"),
+        pytest.param(slice(23), id="in front", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_frozen_blocks_compiled_one_by_one_need_less_than_all_of_their_parameters(
     frozen: slice,
 ) -> None:

@@ -258,7 +258,7 @@ def test_no_optimizer_at_all() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("same", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_two_models_in_one_process(same: bool) -> None:
     """Trained in turns, under one configuration or two."""
 

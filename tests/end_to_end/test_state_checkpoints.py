@@ -54,11 +54,22 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def uninterrupted() -> Run:
+    """All steps, in one process with memory for everything."""
+    return run(whole, device_budget=100 << 30, training_state="stays")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("after_a_step", [False, True])
 def test_resumed_after_kill(
-    way: str, after_a_step: bool, killed: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    after_a_step: bool,
+    uninterrupted: Run,
+    killed: Path,
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With another budget and two directories, where nothing moves yet and where all moves."""
 
@@ -73,14 +84,13 @@ def test_resumed_after_kill(
     directories = [disk / "a", disk / "b"]
     for directory in directories:
         directory.mkdir()
-    reference = run(whole, device_budget=100 << 30, training_state="stays")
     storage = [str(directory) for directory in directories]
     budget = BUDGET * 5 // 6
     if after_a_step:  # what is loaded between steps is memory beside the state
         little_for_state(monkeypatch, 0.1)
         budget = 16 << 20
     other = run_moving(resumed, budget, storage=storage)
-    assert_same(reference, other)
+    assert_same(uninterrupted, other)
     arena = moving().arena
     assert arena.log.traffic.read_bytes > arena.total_bytes, "nothing had to come back"
     labels = {block.label.split()[0] for block in arena.blocks}

@@ -89,7 +89,7 @@ def test_a_host_budget_in_per_cent_holds_before_it_is_known(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_part", [0.5, 1.0])
+@pytest.mark.parametrize("host_part", [pytest.param(0.5, marks=pytest.mark.exhaustive), 1.0])
 def test_a_plan_with_host_memory_is_replayed(tmp_path: Path, host_part: float) -> None:
     reference = plain(program())
     options: dict[str, object] = {"training_state": "moves", "host_budget": 64 * MIB}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import teraplan
 from teraplan.errors import UnsupportedError
+from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import (
     DEPTH,
     LESS,
@@ -502,7 +503,6 @@ MORE: dict[str, Optimizers] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", by_cost(MORE, rare=("Adamax", "Adadelta", "Rprop")))
 def test_more_optimizers_of_torch(name: str) -> None:
     check(training(MORE[name]), budget=5 << 19 if name in ("ASGD", "Adafactor") else 3 << 20)

@@ -159,7 +159,7 @@ def test_a_step_that_leaves_its_plan_keeps_its_bits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kernels", [pytest.param("aot_eager", marks=pytest.mark.exhaustive), "inductor"]
+    "kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
 )
 def test_steps_whose_saved_activations_are_all_small_have_a_plan(kernels: str) -> None:
     """A batch of a few rows, and large weights."""

@@ -21,7 +21,7 @@ from teraplan.runtime.engine.engine import Engine
 from teraplan.units import GIB
 from teraplan.values.graph_table import GraphTable
 from tests.end_to_end.evicting import everything_leaves
-from tests.passes.random_graphs import SLOW_SEEDS, Program, random_program
+from tests.passes.random_graphs import SLOW_CASES, Program, random_program
 
 Order = list[tuple[str, int]]
 
@@ -128,8 +128,7 @@ def test_random_graph_without_kernel_fusion(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peak_memory_order", [True, False])
-@pytest.mark.parametrize("seed", SLOW_SEEDS)
+@pytest.mark.parametrize(("seed", "peak_memory_order"), SLOW_CASES)
 def test_more_random_graphs(seed: int, peak_memory_order: bool) -> None:
     check(seed, peak_memory_order=peak_memory_order)
 

@@ -19,7 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from teraplan import ops
 from teraplan.passes import lowering
 from teraplan.passes.aliases import uses_of
-from tests.passes.random_graphs import SLOW_SEEDS, random_program
+from tests.passes.random_graphs import SLOW_CASES, random_program
 
 LIBRARY: Any = torch.library.Library("teraplan_test", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("start(Tensor like) -> Tensor")
@@ -155,8 +155,7 @@ def test_ops_around_parameters_keep_their_place(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peak", [True, False])
-@pytest.mark.parametrize("seed", SLOW_SEEDS)
+@pytest.mark.parametrize(("seed", "peak"), SLOW_CASES)
 def test_more_graphs(seed: int, peak: bool) -> None:
     check(seed, peak=peak)
 
