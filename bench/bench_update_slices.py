@@ -18,9 +18,9 @@ import torch
 
 from bench.results import write_results
 from teraplan.runtime.cpu.pool import CpuPool
-from teraplan.runtime.state.sliced_update import step_in_slices
-from teraplan.runtime.state.stand_in import stand_in
-from teraplan.runtime.state.update_trial import plain_step
+from teraplan.runtime.state.updates.sliced_update import step_in_slices
+from teraplan.runtime.state.updates.stand_in import stand_in
+from teraplan.runtime.state.updates.update_trial import plain_step
 
 _LAYERS = 3
 _ELEMENTS_OF_LAYER = 12

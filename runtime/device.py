@@ -24,7 +24,7 @@ from teraplan.values.run_record import TransferRecord
 from teraplan.values.step_trace import TensorKind
 
 if TYPE_CHECKING:
-    from teraplan.runtime.state.block_memory import BlockMemory
+    from teraplan.runtime.state.memory.block_memory import BlockMemory
 
 MEASURED_WITHIN_BYTES = 2 << 20
 """So much free memory of a process may be counted as used, in one run more than in another."""

@@ -31,9 +31,9 @@ from teraplan.runtime.process.dump_signal import dump_on_signal
 from teraplan.runtime.session.compiled_modules import compiled_modules, configs_of
 from teraplan.runtime.session.replay import configured_for, replayed_plan
 from teraplan.runtime.session.session import Session
-from teraplan.runtime.state import optimizer_steps
-from teraplan.runtime.state.materialize import materialize as give_memory
-from teraplan.runtime.state.stand_in import parameters_of
+from teraplan.runtime.state.memory.materialize import materialize as give_memory
+from teraplan.runtime.state.updates import optimizer_steps
+from teraplan.runtime.state.updates.stand_in import parameters_of
 from teraplan.values.status import Status
 
 log = logging.getLogger(__name__)

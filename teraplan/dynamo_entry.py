@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from teraplan.backend import has_compiled, teraplan, train_uncompiled, trains_compiled
-from teraplan.runtime.state.first_closure import call_first_closures_early
+from teraplan.runtime.state.updates.first_closure import call_first_closures_early
 
 __all__ = ["teraplan"]
 

@@ -20,7 +20,7 @@ from teraplan.runtime.device import MEASURED_WITHIN_BYTES, Arrival, Beside, Copy
 from teraplan.runtime.process import census, fallbacks, proc_file, process_memory
 from teraplan.runtime.process.pages import use_huge_pages, use_small_pages
 from teraplan.runtime.process.pinned_pool import PinnedPool
-from teraplan.runtime.state.block_memory import BlockMemory
+from teraplan.runtime.state.memory.block_memory import BlockMemory
 from teraplan.runtime.storage import Storage, StoreInfo
 from teraplan.runtime.storage.tiers import Moved, Source, Tiers, record_of
 from teraplan.values.hardware import Hardware, Tier

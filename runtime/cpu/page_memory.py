@@ -16,10 +16,10 @@ import torch
 from teraplan.errors import MappingError, StorageError
 from teraplan.runtime.cpu.trimmer import Trimmer
 from teraplan.runtime.process import pages
-from teraplan.runtime.state.block import Block, Place
-from teraplan.runtime.state.block_memory import BlockMemory
-from teraplan.runtime.state.digests import check_landed, is_as_written
-from teraplan.runtime.state.lease import span_nbytes, tensor_at
+from teraplan.runtime.state.memory.block import Block, Place
+from teraplan.runtime.state.memory.block_memory import BlockMemory
+from teraplan.runtime.state.memory.digests import check_landed, is_as_written
+from teraplan.runtime.state.memory.lease import span_nbytes, tensor_at
 from teraplan.runtime.storage.memory import digest
 from teraplan.runtime.storage.tiers import Away, Return, Source, Tiers
 from teraplan.values.hardware import Hardware, Link

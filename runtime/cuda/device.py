@@ -36,7 +36,7 @@ from teraplan.runtime.host_lane import HostLane
 from teraplan.runtime.links import host_link, storage_link
 from teraplan.runtime.process import fallbacks
 from teraplan.runtime.process.pinned_pool import PinnedPool, wait_until
-from teraplan.runtime.state.block_memory import BlockMemory
+from teraplan.runtime.state.memory.block_memory import BlockMemory
 from teraplan.runtime.storage import Storage, StoreInfo
 from teraplan.units import MIB
 from teraplan.values.hardware import Hardware, Tier

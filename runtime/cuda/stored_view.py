@@ -7,7 +7,7 @@ import torch
 
 from teraplan.runtime.cuda.copies import CudaCopy, HostCopy, SplitCopy
 from teraplan.runtime.process import pages
-from teraplan.runtime.state.lease import span_nbytes, tensor_at
+from teraplan.runtime.state.memory.lease import span_nbytes, tensor_at
 from teraplan.runtime.storage import Storage
 
 

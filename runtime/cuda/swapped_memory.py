@@ -35,9 +35,9 @@ from teraplan.runtime.cuda.storage_pointers import let_raise, point_to, storage_
 from teraplan.runtime.cuda.stored_view import view_of
 from teraplan.runtime.cuda.tiers import CudaTiers
 from teraplan.runtime.process.pages import PAGE_BYTES, round_up
-from teraplan.runtime.state.block import Block, Place
-from teraplan.runtime.state.block_memory import BlockMemory
-from teraplan.runtime.state.lease import span_nbytes
+from teraplan.runtime.state.memory.block import Block, Place
+from teraplan.runtime.state.memory.block_memory import BlockMemory
+from teraplan.runtime.state.memory.lease import span_nbytes
 from teraplan.values.hardware import Hardware, Link, Tier
 from teraplan.values.run_record import Direction
 from teraplan.values.step_trace import TensorKind

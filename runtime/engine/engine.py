@@ -25,7 +25,7 @@ from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.engine.state_sites import StateSites
 from teraplan.runtime.engine.tokens import make_token, release_lost
 from teraplan.runtime.process.locks import if_free
-from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.values.graph_table import GraphTable
 from teraplan.values.step_trace import SiteKind
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from teraplan.runtime.engine.recorder import SiteKey
-from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.memory.block import Block
 from teraplan.simulation.memory_curve import fixed_curve, managed_curve, peak
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration, Plan

@@ -10,7 +10,7 @@ it, also in another process; where its memory is, a `Block` knows.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.memory.block import Block
 from teraplan.values.step_trace import Tensor, TensorKind
 
 Use = tuple[int, int, bool]

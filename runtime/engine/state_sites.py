@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from teraplan.runtime.engine.recorder import SiteKey
 from teraplan.runtime.engine.schedule import Schedule
-from teraplan.runtime.state.block import Block
-from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.memory.block import Block
+from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.values.step_trace import UPDATE_GRAPH, SiteKind, TensorKind
 
 if TYPE_CHECKING:

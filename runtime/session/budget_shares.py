@@ -13,7 +13,7 @@ from teraplan.runtime.device import Device
 from teraplan.runtime.session.budget import GraphForecast
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import HEADROOM_FRACTION
-from teraplan.runtime.state.host_updates import HostUpdates
+from teraplan.runtime.state.host_updates.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.values.graph_table import GraphTable
 

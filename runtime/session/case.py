@@ -8,7 +8,7 @@ from teraplan.runtime.device import MEASURED_WITHIN_BYTES
 from teraplan.runtime.engine.recorder import Signature, StepRecorder
 from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.session.calibration import Calibration, calibrated, with_durations
-from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.memory.block import Block
 from teraplan.units import format_nbytes
 from teraplan.values.hardware import Budgets
 from teraplan.values.plan import Plan

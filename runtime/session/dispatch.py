@@ -17,7 +17,7 @@ import torch
 from teraplan import ops
 from teraplan.runtime.engine.engine import Engine
 from teraplan.runtime.engine.tokens import owner_of
-from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.values.graph_table import GraphTable
 
 if TYPE_CHECKING:

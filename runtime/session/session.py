@@ -42,9 +42,9 @@ from teraplan.runtime.session.report_files import ReportFiles
 from teraplan.runtime.session.status import describe, status_of
 from teraplan.runtime.session.step_bounds import StepBounds
 from teraplan.runtime.session.step_faults import StepFaults
-from teraplan.runtime.state.host_updates import HostUpdates
+from teraplan.runtime.state.host_updates.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
-from teraplan.runtime.state.optimizer_watch import watch_optimizers
+from teraplan.runtime.state.updates.optimizer_watch import watch_optimizers
 from teraplan.units import format_nbytes
 from teraplan.values.graph_table import MIN_SLOT_BYTES, GraphTable
 from teraplan.values.plan import Plan

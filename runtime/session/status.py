@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from teraplan.runtime.state.host_updates import HostUpdates
-from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.host_updates.host_updates import HostUpdates
+from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.runtime.storage.disk_counters import disk_counters
 from teraplan.units import format_nbytes
 from teraplan.values.run_record import Direction, RunRecord, TransferRecord

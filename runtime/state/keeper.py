@@ -15,13 +15,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from teraplan.config import Config
 from teraplan.runtime.device import Device
 from teraplan.runtime.process import census, fallbacks
-from teraplan.runtime.state.chunks import chunk_nbytes
-from teraplan.runtime.state.gradient_updates import GradientUpdates
+from teraplan.runtime.state.memory.chunks import chunk_nbytes
+from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.runtime.state.not_used_yet import NotUsedYet
-from teraplan.runtime.state.optimizer_steps import OptimizerSteps
-from teraplan.runtime.state.stand_in import parameters_of
-from teraplan.runtime.state.training_state import TrainingState
-from teraplan.runtime.state.update_needs import TEMPORARIES, num_temporaries, temporary_bytes
+from teraplan.runtime.state.updates.gradient_updates import GradientUpdates
+from teraplan.runtime.state.updates.optimizer_steps import OptimizerSteps
+from teraplan.runtime.state.updates.stand_in import parameters_of
+from teraplan.runtime.state.updates.update_needs import (
+    TEMPORARIES,
+    num_temporaries,
+    temporary_bytes,
+)
 from teraplan.units import format_nbytes
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.runtime.process.census import nbytes_with_state
-from teraplan.runtime.state.movable import is_shared
-from teraplan.runtime.state.stand_in import parameters_of
-from teraplan.runtime.state.step_hooks import calling, is_nested
-from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.memory.movable import is_shared
+from teraplan.runtime.state.memory.training_state import TrainingState
+from teraplan.runtime.state.updates.stand_in import parameters_of
+from teraplan.runtime.state.updates.step_hooks import calling, is_nested
 from teraplan.units import format_nbytes
 
 

@@ -15,7 +15,7 @@ from teraplan.config import Config
 from teraplan.planners import small_step, stall_driven
 from teraplan.runtime.process import census
 from teraplan.runtime.session import plan_maker
-from teraplan.runtime.state import host_choice
+from teraplan.runtime.state.host_updates import host_choice
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
 from tests.end_to_end.cuda_path import STAGING, CudaPath

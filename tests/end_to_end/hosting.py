@@ -1,6 +1,6 @@
 """What tests of updates on the host's cores share: the comparison with the plain optimizer."""
 
-from teraplan.runtime.state.host_updates import HostUpdates
+from teraplan.runtime.state.host_updates.host_updates import HostUpdates
 from tests.end_to_end.training import UNLIMITED, Program, Run, assert_same, run, sessions
 
 HOST_BUDGET = 16 << 20

@@ -12,7 +12,7 @@ from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.process import census
 from teraplan.runtime.state import keeper
 from teraplan.runtime.state.keeper import StateKeeper
-from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.memory.training_state import TrainingState
 from tests.end_to_end.training import MLP, Program, Run, assert_same, run, sessions
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -14,8 +14,8 @@ from teraplan.planners.update_share import UpdateRates
 from teraplan.runtime.cuda import device as cuda_device
 from teraplan.runtime.cuda.log import DeviceLog
 from teraplan.runtime.session import feedback
-from teraplan.runtime.state import host_choice, host_rates
-from teraplan.runtime.state.host_updates import HostUpdates
+from teraplan.runtime.state.host_updates import host_choice, host_rates
+from teraplan.runtime.state.host_updates.host_updates import HostUpdates
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.units import MIB
 from teraplan.values.run_record import TransferRecord

@@ -15,7 +15,7 @@ from teraplan.errors import StorageError
 from teraplan.runtime.cuda.copies import CudaCopy
 from teraplan.runtime.cuda.storage_pointers import why_not
 from teraplan.runtime.cuda.swapped_memory import SwappedMemory
-from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.memory.block import Block
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration
 from teraplan.values.step_trace import TensorKind

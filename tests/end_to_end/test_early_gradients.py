@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import teraplan
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.host_lane import PlainLane
-from teraplan.runtime.state.early_gradients import sums_of
+from teraplan.runtime.state.host_updates.early_gradients import sums_of
 from tests.end_to_end.hosting import all_host_updates, check, host_updates, hosted, plain
 from tests.end_to_end.moving import STEPS, adamw, gradients, looping, model, training
 from tests.end_to_end.training import MLP, Run, assert_same

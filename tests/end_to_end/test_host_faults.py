@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from teraplan.errors import DeadlineError, FallbackRefusedError, HostUpdateError, StorageFullError
-from teraplan.runtime.state import host_choice, host_step, host_worker
+from teraplan.runtime.state.host_updates import host_choice, host_step, host_worker
 from tests.end_to_end.hosting import check, host_updates, hosted, plain
 from tests.end_to_end.moving import adamw, model, training, weight
 from tests.end_to_end.test_state_optimizers import Lion

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.process import pages
-from teraplan.runtime.state.block import Place
+from teraplan.runtime.state.memory.block import Place
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_least, states
 from tests.end_to_end.training import UNLIMITED, Program, Run, assert_same, run, sessions
 from tests.runtime.state_arena import pages_of

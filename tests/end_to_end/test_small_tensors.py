@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from teraplan.files.plan_file import read_plan
 from teraplan.runtime.state import keeper
-from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.memory.block import Block
 from teraplan.units import KIB
 from teraplan.values.step_trace import TensorKind
 from tests.end_to_end import moving, updating_early

@@ -34,7 +34,7 @@ def bits(values: Iterable[Tensor | None]) -> str:
             continue
         digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
         flat = value.detach().cpu().contiguous().flatten()
-        digest.update(flat.view(torch.uint8).numpy())
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from teraplan import backend
 from teraplan.config import Config
 from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.open_device import open_device
-from teraplan.runtime.state.arena import StateArena
+from teraplan.runtime.state.memory.arena import StateArena
 from teraplan.units import MIB
 from teraplan.values.step_trace import TensorKind
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from teraplan.runtime.cpu.page_memory import PageMemory
 from teraplan.runtime.process.pinned_pool import PinnedPool
-from teraplan.runtime.state.arena import StateArena
+from teraplan.runtime.state.memory.arena import StateArena
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.runtime.storage.tiers import Tiers
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from teraplan.runtime.cpu import page_memory
 from teraplan.runtime.process import pages, whole
-from teraplan.runtime.state import arena as arena_module
-from teraplan.runtime.state import block_moves, digests, held_memory
-from teraplan.runtime.state.arena import StateArena
-from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.memory import arena as arena_module
+from teraplan.runtime.state.memory import block_moves, digests, held_memory
+from teraplan.runtime.state.memory.arena import StateArena
+from teraplan.runtime.state.memory.block import Block
 from teraplan.values.step_trace import TensorKind
 from tests.fakes.interrupts import InterruptAt
 from tests.runtime import state_arena

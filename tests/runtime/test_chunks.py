@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from teraplan.runtime.state.arena import StateArena
-from teraplan.runtime.state.block import Block, Place
-from teraplan.runtime.state.chunks import Chunks, Sort, chunk_nbytes
+from teraplan.runtime.state.memory.arena import StateArena
+from teraplan.runtime.state.memory.block import Block, Place
+from teraplan.runtime.state.memory.chunks import Chunks, Sort, chunk_nbytes
 from teraplan.units import GIB, KIB, MIB
 from teraplan.values.hardware import Link
 from teraplan.values.step_trace import TensorKind

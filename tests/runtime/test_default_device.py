@@ -11,7 +11,7 @@ import torch
 from teraplan import ops
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.engine.tokens import make_token
-from teraplan.runtime.state.sliced_update import _bits
+from teraplan.runtime.state.updates.sliced_update import _bits
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.values.hardware import Tier
 from tests.runtime.cuda_world import LARGE, World, content_of

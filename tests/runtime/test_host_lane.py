@@ -9,7 +9,7 @@ import torch
 
 from teraplan.runtime.host_lane import HostLane
 from teraplan.runtime.process.pinned_pool import PinnedPool
-from teraplan.runtime.state.host_memory import host_bytes, host_tensor
+from teraplan.runtime.state.memory.host_memory import host_bytes, host_tensor
 from teraplan.units import MIB
 from tests.runtime.cuda_world import World, content_of
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from teraplan.errors import UnsupportedError
-from teraplan.runtime.state.per_parameter import why_not_by_itself
-from teraplan.runtime.state.stand_in import keeps_anything_in
+from teraplan.runtime.state.updates.per_parameter import why_not_by_itself
+from teraplan.runtime.state.updates.stand_in import keeps_anything_in
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 

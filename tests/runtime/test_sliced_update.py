@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from teraplan.runtime.state import sliced_update
-from teraplan.runtime.state.sliced_update import cut_up, step_in_slices
-from teraplan.runtime.state.stand_in import stand_in, take_over
+from teraplan.runtime.state.updates import sliced_update
+from teraplan.runtime.state.updates.sliced_update import cut_up, step_in_slices
+from teraplan.runtime.state.updates.stand_in import stand_in, take_over
 from teraplan.units import KIB
 
 Optimizer = torch.optim.Optimizer

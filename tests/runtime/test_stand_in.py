@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from teraplan.runtime.state.stand_in import (
+from teraplan.runtime.state.updates.stand_in import (
     equal,
     parameters_of,
     stand_in,

@@ -17,11 +17,11 @@ from teraplan.errors import IntegrityError, StorageError
 from teraplan.runtime.cpu.pool import CpuPool
 from teraplan.runtime.cpu.trimmer import Trimmer
 from teraplan.runtime.process import pages, process_memory
-from teraplan.runtime.state import digests
-from teraplan.runtime.state.arena import StateArena
-from teraplan.runtime.state.block import Block, Key, Place
-from teraplan.runtime.state.departures import departures
-from teraplan.runtime.state.timeline import NEVER, Timeline
+from teraplan.runtime.state.memory import digests
+from teraplan.runtime.state.memory.arena import StateArena
+from teraplan.runtime.state.memory.block import Block, Key, Place
+from teraplan.runtime.state.memory.departures import departures
+from teraplan.runtime.state.memory.timeline import NEVER, Timeline
 from teraplan.runtime.storage.memory import digest
 from teraplan.runtime.storage.tiers import Return
 from teraplan.units import MIB

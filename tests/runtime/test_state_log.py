@@ -4,7 +4,7 @@ from contextlib import suppress
 
 from teraplan.runtime.engine import state_log
 from teraplan.runtime.engine.state_log import StateLog
-from teraplan.runtime.state.block import Block
+from teraplan.runtime.state.memory.block import Block
 from teraplan.values.step_trace import TensorKind
 from tests.fakes.interrupts import InterruptAt
 

@@ -57,8 +57,8 @@ import torch
 
 from teraplan.runtime.cpu.pool import CpuPool
 from teraplan.runtime.process.process_memory import PeakWatch, resident_bytes
-from teraplan.runtime.state.optimizer_steps import OptimizerSteps
-from teraplan.runtime.state.training_state import TrainingState
+from teraplan.runtime.state.updates.optimizer_steps import OptimizerSteps
+from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.runtime.storage import Storage, default_directory
 from teraplan.runtime.cpu.page_memory import PageMemory
 from teraplan.runtime.storage.tiers import Tiers

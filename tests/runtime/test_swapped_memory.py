@@ -17,8 +17,8 @@ from torch import Tensor
 
 from teraplan.errors import StorageError, StorageFullError
 from teraplan.runtime.cuda.storage_pointers import why_not
-from teraplan.runtime.state.arena import StateArena
-from teraplan.runtime.state.block import Block, Place
+from teraplan.runtime.state.memory.arena import StateArena
+from teraplan.runtime.state.memory.block import Block, Place
 from teraplan.units import MIB
 from teraplan.values.step_trace import TensorKind
 from tests.fakes.faulty_calls import Fault, injected

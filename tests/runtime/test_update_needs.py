@@ -4,7 +4,11 @@ import pytest
 import torch
 import torch.optim.optimizer as torch_optimizer
 
-from teraplan.runtime.state.update_needs import TEMPORARIES, num_temporaries, temporary_bytes
+from teraplan.runtime.state.updates.update_needs import (
+    TEMPORARIES,
+    num_temporaries,
+    temporary_bytes,
+)
 
 WEIGHTS = [torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(20))]
 TOGETHER = TEMPORARIES * 120 * 4

@@ -1,0 +1,1 @@
+"""Updates of some parameters on the host's cores, beside those on the device."""

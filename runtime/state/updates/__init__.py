@@ -1,0 +1,1 @@
+"""An optimizer's step in buckets, and updates at the gradient."""
