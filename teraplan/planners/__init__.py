@@ -13,7 +13,8 @@ from teraplan.bounds.relaxation import relaxed_bound_ns
 from teraplan.checker.check_plan import broken_rules, check_plan, invalid, require_valid
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.planners.base import Planner, Problem, is_late
-from teraplan.planners.baselines import plan_on_demand, plan_statically
+from teraplan.planners.baselines.simple import plan_on_demand, plan_statically
+from teraplan.planners.baselines.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.feasible import (
     Works,
     finds_room,
@@ -21,15 +22,14 @@ from teraplan.planners.feasible import (
     with_working_budget,
     works_by,
 )
-from teraplan.planners.finishing import NEAR
 from teraplan.planners.foreign import load_planner
+from teraplan.planners.placing.victims import farthest_use, first_saved
 from teraplan.planners.recompute import recomputations, with_recomputed
 from teraplan.planners.rules import apply_rules
-from teraplan.planners.slower_machine import begun_as_there
-from teraplan.planners.stall_driven import plan_by_stalls
-from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
-from teraplan.planners.update_split import split_updates
-from teraplan.planners.victims import farthest_use, first_saved
+from teraplan.planners.search.finishing import NEAR
+from teraplan.planners.search.slower_machine import begun_as_there
+from teraplan.planners.search.stall_driven import plan_by_stalls
+from teraplan.planners.updates.update_split import split_updates
 from teraplan.simulation.simulate import predict
 from teraplan.values.hardware import Budgets, Hardware, Tier
 from teraplan.values.plan import UNKNOWN, HostUpdate, Plan, Recomputation

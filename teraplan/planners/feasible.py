@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.planners.base import Planner, Problem
-from teraplan.planners.baselines import plan_or_none
-from teraplan.planners.first_attempts import first_orders, first_spreads
-from teraplan.planners.tiers import assign
-from teraplan.planners.victims import choose
+from teraplan.planners.baselines.simple import plan_or_none
+from teraplan.planners.placing.tiers import assign
+from teraplan.planners.placing.victims import choose
+from teraplan.planners.search.first_attempts import first_orders, first_spreads
 from teraplan.simulation.memory_curve import peak
 from teraplan.units import format_nbytes
 

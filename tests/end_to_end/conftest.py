@@ -12,7 +12,7 @@ import torch
 
 from teraplan import backend
 from teraplan.config import Config
-from teraplan.planners import small_step, stall_driven
+from teraplan.planners.search import small_step, stall_driven
 from teraplan.runtime.process import census
 from teraplan.runtime.session import plan_maker
 from teraplan.runtime.state.host_updates import host_choice

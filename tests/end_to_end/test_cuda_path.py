@@ -10,7 +10,7 @@ import torch
 from bench.models import convnet, gpt
 from teraplan import backend
 from teraplan.config import Config
-from teraplan.planners.update_share import UpdateRates
+from teraplan.planners.updates.update_share import UpdateRates
 from teraplan.runtime.cuda import device as cuda_device
 from teraplan.runtime.cuda.log import DeviceLog
 from teraplan.runtime.session import feedback

@@ -14,7 +14,7 @@ from teraplan.errors import ConfigError, InfeasibleBudgetError, InvalidPlanError
 from teraplan.files.plan_file import read_plan, write_plan
 from teraplan.planners import make_plan, planner_named
 from teraplan.planners.base import Problem
-from teraplan.planners.stall_driven import plan_by_stalls
+from teraplan.planners.search.stall_driven import plan_by_stalls
 from teraplan.simulation.memory_curve import device_curve, least_budget, peak
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration
@@ -36,7 +36,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **places: str) -> None:
 
 
 def test_a_policy_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, mine="teraplan.planners.stall_driven:plan_by_stalls")
+    install(monkeypatch, mine="teraplan.planners.search.stall_driven:plan_by_stalls")
     trace = gpt_trace(2)
     plan = make_plan(trace, machine(), budgets(half(trace)), "mine")
     assert plan.policy == "mine"

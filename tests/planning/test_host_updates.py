@@ -17,7 +17,7 @@ from teraplan.files.plan_file import read_plan, write_plan
 from teraplan.files.trace_file import read_trace, write_trace
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
-from teraplan.planners.update_split import best_part, step_lines
+from teraplan.planners.updates.update_split import best_part, step_lines
 from teraplan.report.critical_path import critical_path
 from teraplan.simulation.channels import speeds
 from teraplan.simulation.memory_curve import device_curve, least_budget, peak

@@ -8,19 +8,13 @@ from hypothesis import strategies as st
 
 from teraplan.checker.check_plan import check_plan
 from teraplan.library.machines import machine_named
-from teraplan.planners import (
-    coarse,
-    finishing,
-    first_attempts,
-    make_plan,
-    postpone,
-    small_step,
-    stall_driven,
-)
+from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
-from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
-from teraplan.planners.postpone import postpone_copies_out
-from teraplan.planners.small_step import SmallStep, StepTimes
+from teraplan.planners.placing import postpone
+from teraplan.planners.placing.postpone import postpone_copies_out
+from teraplan.planners.search import coarse, finishing, first_attempts, small_step, stall_driven
+from teraplan.planners.search.coarse import coarsen, hardly_coarser, slots_for
+from teraplan.planners.search.small_step import SmallStep, StepTimes
 from teraplan.simulation.memory_curve import device_curve, managed_curve, peak
 from teraplan.simulation.simulator import Simulator
 from teraplan.values.hardware import Hardware, HostCores

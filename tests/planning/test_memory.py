@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.planners import make_plan
-from teraplan.planners.room import Room
+from teraplan.planners.placing.room import Room
 from teraplan.simulation.lifetimes import Lifetimes
 from teraplan.simulation.memory_curve import (
     device_curve,

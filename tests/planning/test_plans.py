@@ -14,10 +14,10 @@ from teraplan.checker.violations import ViolationKind
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.planners import POLICIES, make_plan
 from teraplan.planners.base import Problem
-from teraplan.planners.baselines import on_demand
-from teraplan.planners.polish import polish
-from teraplan.planners.small_step import SmallStep, StepTimes
-from teraplan.planners.victims import first_saved
+from teraplan.planners.baselines.simple import on_demand
+from teraplan.planners.placing.victims import first_saved
+from teraplan.planners.search.polish import polish
+from teraplan.planners.search.small_step import SmallStep, StepTimes
 from teraplan.simulation.memory_curve import device_curve, least_budget, peak
 from teraplan.values.hardware import Hardware, Tier
 from teraplan.values.plan import Migration, Plan

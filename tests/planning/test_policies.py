@@ -21,10 +21,10 @@ from teraplan.library.machines import GB, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
 from teraplan.planners import make_plan
 from teraplan.planners.base import Planner, Problem
-from teraplan.planners.coarse import coarsen
 from teraplan.planners.feasible import require_feasible
 from teraplan.planners.rules import read_rules
-from teraplan.planners.stall_driven import plan_by_stalls
+from teraplan.planners.search.coarse import coarsen
+from teraplan.planners.search.stall_driven import plan_by_stalls
 from teraplan.simulation.memory_curve import device_curve, least_budget, peak
 from teraplan.units import MIB
 from teraplan.values.hardware import Budgets, Hardware, Tier

@@ -10,7 +10,7 @@ from teraplan.library.machines import machine_named
 from teraplan.library.models import Workload, trace_of
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
-from teraplan.planners.postpone import postpone_copies_out
+from teraplan.planners.placing.postpone import postpone_copies_out
 from teraplan.simulation.memory_curve import device_curve, managed_curve, peak
 from teraplan.values.hardware import Hardware
 from teraplan.values.step_trace import StepTrace

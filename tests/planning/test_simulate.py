@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teraplan.planners import make_plan
-from teraplan.planners.small_step import StepTimes
+from teraplan.planners.search.small_step import StepTimes
 from teraplan.simulation.memory_curve import device_curve, least_budget, peak
 from teraplan.simulation.simulate import simulate
 from teraplan.simulation.simulator import Simulator

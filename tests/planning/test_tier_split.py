@@ -13,10 +13,10 @@ from teraplan.checker.violations import ViolationKind
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.planners import make_plan
 from teraplan.planners.base import LEAST_PART_BYTES, PAGE_BYTES, Problem
-from teraplan.planners.baselines import plan_on_demand
-from teraplan.planners.coarse import coarsen
-from teraplan.planners.tier_split import split_between_tiers
-from teraplan.planners.victims import farthest_use
+from teraplan.planners.baselines.simple import plan_on_demand
+from teraplan.planners.placing.victims import farthest_use
+from teraplan.planners.search.coarse import coarsen
+from teraplan.planners.search.tier_split import split_between_tiers
 from teraplan.report.critical_path import critical_path
 from teraplan.report.plan_changes import changes_text, plan_changes
 from teraplan.report.plan_text import plan_details, plan_screen

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teraplan.planners.update_share import UpdateRates, share_on_host
+from teraplan.planners.updates.update_share import UpdateRates, share_on_host
 from teraplan.values.hardware import Link
 
 RATES = st.floats(1e8, 1e13)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from teraplan.planners.update_share import UpdateRates, share_on_host
+from teraplan.planners.updates.update_share import UpdateRates, share_on_host
 from teraplan.runtime.device import Device
 from teraplan.runtime.state.updates.host_state import send_to
 from teraplan.runtime.state.updates.stand_in import parameters_of, stand_in, values_to_host

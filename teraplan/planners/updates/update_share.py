@@ -15,7 +15,7 @@ does not fit on the device has to be on the host in any case, whatever that cost
 
 from dataclasses import dataclass
 
-from teraplan.planners.update_split import Line, best_part
+from teraplan.planners.updates.update_split import Line, best_part
 from teraplan.values.hardware import Link
 
 

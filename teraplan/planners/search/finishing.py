@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from teraplan.bounds.bound import step_bound_ns
 from teraplan.planners.base import Problem
-from teraplan.planners.baselines import SIMPLE, plan_or_none
-from teraplan.planners.postpone import postpone_copies_out
-from teraplan.planners.tier_split import split_between_tiers
+from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
+from teraplan.planners.placing.postpone import postpone_copies_out
+from teraplan.planners.search.tier_split import split_between_tiers
 from teraplan.simulation.simulator import Simulator, Timing
 from teraplan.values.plan import Migration
 

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from teraplan.planners.base import Problem, no_placement
-from teraplan.planners.placement import with_reasons
-from teraplan.planners.room import Room
-from teraplan.planners.victims import choose, farthest_use
+from teraplan.planners.placing.placement import with_reasons
+from teraplan.planners.placing.room import Room
+from teraplan.planners.placing.victims import choose, farthest_use
 from teraplan.simulation.lifetimes import Floats, Ints, Lifetimes
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration

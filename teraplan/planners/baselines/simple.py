@@ -13,9 +13,9 @@ import numpy as np
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.planners.base import Planner, Problem, no_placement
-from teraplan.planners.placement import JUST_IN_TIME, Moves, place, with_reasons
-from teraplan.planners.tiers import Spread, assign
-from teraplan.planners.victims import Order, choose, farthest_use, first_saved
+from teraplan.planners.placing.placement import JUST_IN_TIME, Moves, place, with_reasons
+from teraplan.planners.placing.tiers import Spread, assign
+from teraplan.planners.placing.victims import Order, choose, farthest_use, first_saved
 from teraplan.simulation.lifetimes import Ints
 from teraplan.simulation.memory_curve import sum_columns
 from teraplan.values.plan import Migration

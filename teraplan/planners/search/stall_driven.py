@@ -35,19 +35,9 @@ from typing import final
 import numpy as np
 
 from teraplan.planners.base import Planner, Problem, no_placement
-from teraplan.planners.baselines import SIMPLE, plan_or_none
-from teraplan.planners.coarse import coarsen, hardly_coarser, slots_for
-from teraplan.planners.covers import plan_small_step
-from teraplan.planners.finishing import (
-    NEAR,
-    PLENTY,
-    best_of_step_itself,
-    bound_ns,
-    finished,
-    near_bound_ns,
-)
-from teraplan.planners.first_attempts import all_spreads, first_orders, first_spreads
-from teraplan.planners.placement import (
+from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
+from teraplan.planners.baselines.teraio import g10_area, paper_ratio, plan_as_teraio, prose
+from teraplan.planners.placing.placement import (
     EAGER,
     JUST_IN_TIME,
     RELAXED,
@@ -56,12 +46,22 @@ from teraplan.planners.placement import (
     place,
     with_reasons,
 )
-from teraplan.planners.polish import polish
-from teraplan.planners.shares import divide
-from teraplan.planners.small_step import SmallStep, StepTimes
-from teraplan.planners.teraio import g10_area, paper_ratio, plan_as_teraio, prose
-from teraplan.planners.tiers import Spread, assign
-from teraplan.planners.victims import Order, Priced, choose
+from teraplan.planners.placing.tiers import Spread, assign
+from teraplan.planners.placing.victims import Order, Priced, choose
+from teraplan.planners.search.coarse import coarsen, hardly_coarser, slots_for
+from teraplan.planners.search.covers import plan_small_step
+from teraplan.planners.search.finishing import (
+    NEAR,
+    PLENTY,
+    best_of_step_itself,
+    bound_ns,
+    finished,
+    near_bound_ns,
+)
+from teraplan.planners.search.first_attempts import all_spreads, first_orders, first_spreads
+from teraplan.planners.search.polish import polish
+from teraplan.planners.search.shares import divide
+from teraplan.planners.search.small_step import SmallStep, StepTimes
 from teraplan.simulation.lifetimes import Floats
 from teraplan.simulation.memory_curve import Curve, peak
 from teraplan.simulation.simulator import Simulator, Timing

@@ -8,9 +8,9 @@ from typing import final
 import numpy as np
 
 from teraplan.planners.base import Problem
-from teraplan.planners.copies import kept_copies
-from teraplan.planners.placement import Moves, transfers_ns
-from teraplan.planners.room import Room
+from teraplan.planners.placing.copies import kept_copies
+from teraplan.planners.placing.placement import Moves, transfers_ns
+from teraplan.planners.placing.room import Room
 from teraplan.simulation.lifetimes import Ints
 from teraplan.values.hardware import Tier
 

@@ -1,9 +1,9 @@
 """What the default policy tries first: orders of tensors, and ways to spread them over tiers."""
 
 from teraplan.planners.base import Problem
-from teraplan.planners.finishing import NEAR, PLENTY
-from teraplan.planners.tiers import Spread
-from teraplan.planners.victims import ORDERS, Order, farthest_use, largest, longest_idle
+from teraplan.planners.placing.tiers import Spread
+from teraplan.planners.placing.victims import ORDERS, Order, farthest_use, largest, longest_idle
+from teraplan.planners.search.finishing import NEAR, PLENTY
 
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
 _GOOD_ORDERS = (longest_idle, largest, farthest_use)

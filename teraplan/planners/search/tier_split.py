@@ -24,8 +24,8 @@ from typing import final
 import numpy as np
 
 from teraplan.planners.base import Problem
-from teraplan.planners.placement import EAGER, JUST_IN_TIME, RELAXED, Moves, place
-from teraplan.planners.room import Room
+from teraplan.planners.placing.placement import EAGER, JUST_IN_TIME, RELAXED, Moves, place
+from teraplan.planners.placing.room import Room
 from teraplan.simulation.channels import slots_of, speeds
 from teraplan.simulation.lifetimes import Floats
 from teraplan.simulation.memory_curve import Curve, tier_curve

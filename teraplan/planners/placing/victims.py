@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.planners.room import Room
+from teraplan.planners.placing.room import Room
 from teraplan.simulation.lifetimes import Floats, Ints, Lifetimes
 from teraplan.simulation.memory_curve import Curve, sum_columns
 

@@ -11,8 +11,8 @@ simulated step stays, and is done again. The parts begin at a half of a tensor a
 
 from collections.abc import Iterator
 
-from teraplan.planners.small_step import Plan, SmallStep
-from teraplan.planners.tier_split import share_of, together, with_share
+from teraplan.planners.search.small_step import Plan, SmallStep
+from teraplan.planners.search.tier_split import share_of, together, with_share
 
 _PARTS = (0.5, 0.25, 0.125, 0.0625, 0.03125)
 """Of a tensor, how much is moved at once."""

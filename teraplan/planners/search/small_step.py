@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import final
 
 from teraplan.planners.base import Problem
-from teraplan.planners.copies import with_kept_copies
+from teraplan.planners.placing.copies import with_kept_copies
 from teraplan.simulation.memory_curve import sum_ranges, tier_curve
 from teraplan.simulation.simulator import LONGEST_NS, Simulator
 from teraplan.values.hardware import Tier

@@ -23,8 +23,8 @@ from typing import final
 import numpy as np
 
 from teraplan.planners.base import Problem
-from teraplan.planners.polish import polish
-from teraplan.planners.small_step import Plan, SmallStep, StepTimes
+from teraplan.planners.search.polish import polish
+from teraplan.planners.search.small_step import Plan, SmallStep, StepTimes
 from teraplan.simulation.memory_curve import Curve
 from teraplan.simulation.simulator import LONGEST_NS
 from teraplan.values.plan import Migration

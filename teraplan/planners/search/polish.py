@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import final
 
-from teraplan.planners.small_step import Plan, SmallStep
+from teraplan.planners.search.small_step import Plan, SmallStep
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration
 

@@ -19,7 +19,7 @@ from typing import final
 import numpy as np
 
 from teraplan.planners.base import Problem
-from teraplan.planners.room import Room, free_of
+from teraplan.planners.placing.room import Room, free_of
 from teraplan.simulation.lifetimes import Floats, Ints
 from teraplan.simulation.memory_curve import sum_columns
 from teraplan.units import format_nbytes, format_ns

@@ -1,0 +1,1 @@
+"""Which tensors leave, to which tier, and when: what every policy is made of."""

@@ -1,0 +1,1 @@
+"""The default policy: many attempts, each simulated, the best of them improved."""

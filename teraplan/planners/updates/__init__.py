@@ -1,0 +1,1 @@
+"""Which optimizer updates the host does."""
