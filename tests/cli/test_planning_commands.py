@@ -26,6 +26,7 @@ FEW_TOKENS = ["--library", "llama3-8b", "--stages", "8", "--length", "512"]
 LIBRARY = ["--library", "vit-g", "--batch", "32", "--length", "256"]
 
 
+@pytest.mark.slow
 def test_from_no_hardware_to_a_simulated_plan(tmp_path: Path, capsys: Captured) -> None:
     machine, trace, plan = (str(tmp_path / name) for name in ("m.json", "t.json", "p.json"))
     assert main(["hardware", "rtx-4090:ssd=2", "-o", machine]) == 0

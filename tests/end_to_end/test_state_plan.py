@@ -111,6 +111,7 @@ def test_what_moves_is_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert not more, "a gradient is the user's after its update, and may go"
 
 
+@pytest.mark.slow
 def test_a_plan_file_with_training_state_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     options: dict[str, object] = {"training_state": "moves"}

@@ -226,6 +226,7 @@ def test_uses_both_tiers_where_neither_is_enough() -> None:
     assert plan.prediction.host_peak_bytes <= need // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part_for_staging", [0.5, 1.5])
 def test_staging_is_taken_off_the_host_budget(part_for_staging: float) -> None:
     trace = gpt_trace(4)

@@ -56,7 +56,17 @@ def test_a_candidate_is_taken_where_nothing_else_is_found(monkeypatch: pytest.Mo
         make_plan(trace, machine(), budgets(between(trace, 0.2)), "never", candidates=[before])
 
 
-@pytest.mark.parametrize("policy", ["teraplan", "teraio", "g10", "lru", "belady", "zero-infinity"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param("teraplan", marks=pytest.mark.slow),
+        "teraio",
+        "g10",
+        "lru",
+        "belady",
+        "zero-infinity",
+    ],
+)
 def test_rules_hold_under_every_policy(policy: str) -> None:
     trace = gpt_trace(4)
     rules = {"blocks.*": Tier.STORAGE, "blocks.1": Tier.DEVICE, "g0.c0/gelu_3": Tier.HOST}

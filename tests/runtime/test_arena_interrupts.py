@@ -65,7 +65,8 @@ def filled(arena: StateArena, number: int) -> tuple[Tensor, Block]:
     return arena.place(block, like).copy_(like), block
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_no_tensor_loses_its_bytes(seed: int) -> None:
     counted = InterruptAt(0, *FILES)
     run(counted, seed)

@@ -45,6 +45,7 @@ def test_names_of_mapped_files_may_be_any_bytes(name: bytes, tmp_path: Path) -> 
     assert before[1] <= nbytes < before[1] + 64 * MIB
 
 
+@pytest.mark.slow
 def test_what_counts_all_tensors_leaves_nothing_in_the_process(device: CpuDevice) -> None:
     objects: list[list[int]] = [[] for _ in range(NUM_OBJECTS)]
     for counts in (device.run_fast, lambda: device.hold_less(0), device.overhead_bytes):

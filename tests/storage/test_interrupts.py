@@ -81,7 +81,10 @@ def _round_trip(storage: Storage, source: Bytes, landing: Bytes) -> None:
             storage.drop(record)
 
 
-@pytest.mark.parametrize(("num_stores", "nbytes", "stride"), [(1, 64 * 1024, 1), (2, 9 * MIB, 7)])
+@pytest.mark.parametrize(
+    ("num_stores", "nbytes", "stride"),
+    [(1, 64 * 1024, 1), pytest.param(2, 9 * MIB, 7, marks=pytest.mark.slow)],
+)
 def test_an_interrupt_anywhere_leaves_nothing_behind(
     disk: Path, memory: Memory, num_stores: int, nbytes: int, stride: int
 ) -> None:
