@@ -103,6 +103,9 @@ class StepBounds:
     def end(self) -> bool:
         """A step ends; False if this was said before, and something interrupted what followed."""
         is_new, self._between = not self._between, True
+        state = self._engine.training_state
+        if state is not None and self._engine.recorder is not None and not self.optimizer_known:
+            state.stepped()  # by code of the user's own
         return is_new
 
     def begin(self) -> None:

@@ -18,11 +18,39 @@ from tests.end_to_end.moving import (
     little_for_state,
     looping,
     model,
+    moving,
+    run_least,
     sgd,
     states,
     training,
 )
-from tests.end_to_end.training import MLP, Run
+from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run
+
+# -- updates ---------------------------------------------------------------------------------------
+
+
+def test_an_update_of_the_user_s_own_ends_a_step() -> None:
+    """Without an optimizer nothing says so: what a step moves was 0, and nothing came ahead."""
+
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        for step in range(STEPS):
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            this.record(loss, net)
+            with torch.no_grad():
+                for p in net.parameters():
+                    assert p.grad is not None
+                    p.sub_(p.grad, alpha=0.1)
+                    p.grad = None
+
+    reference = run(program, device_budget=UNLIMITED, training_state="stays")
+    limited = run_least(program, 1 << 20)
+    assert_same(reference, limited)
+    assert limited.statuses[-1].state_read_bytes > 0
+    assert moving().arena.timeline.past
+
 
 # -- gradients -------------------------------------------------------------------------------------
 

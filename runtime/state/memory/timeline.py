@@ -14,6 +14,8 @@ from teraplan.runtime.state.memory.block import Key
 NEVER = 1 << 60
 _LOOK_AHEAD = 256
 """Uses: enough to keep the disk busy, and few to look through at each use."""
+_MOST = 1 << 20
+"""Uses that are kept of a step: one of evaluations alone never ends."""
 
 
 class Timeline:
@@ -27,7 +29,8 @@ class Timeline:
 
     def note(self, key: Key) -> int | None:
         """A use begins; returns its position in the step before, None if there is none."""
-        self._now.append(key)
+        if len(self._now) < _MOST:
+            self._now.append(key)
         positions = self._positions.get(key, ())
         found = bisect_left(positions, self._at)
         if found == len(positions):
