@@ -39,7 +39,7 @@ from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import learn
 from teraplan.runtime.session.plan_maker import PlanMaker
 from teraplan.runtime.session.report_files import ReportFiles
-from teraplan.runtime.session.status import describe, status_of
+from teraplan.runtime.session.status import describe, first_words, status_of
 from teraplan.runtime.session.step_bounds import StepBounds
 from teraplan.runtime.session.step_faults import StepFaults
 from teraplan.runtime.state.host_updates.host_updates import HostUpdates
@@ -130,12 +130,16 @@ class Session:
         """The training state moves from here on; what was measured while it stayed is forgotten."""
         self.keeper.start()
         self.engine.take_state(self.keeper.state)
-        self.engine.recorder, self.active, self._error = None, None, None
+        self._start_anew()
+        self._compiles += 1  # the step under way is as unlike others as if graphs were compiled
+        self.device.run_fast()  # gives back what parameters have left in the heap
+
+    def _start_anew(self) -> None:
+        """Forget the steps, and the graphs that have run in them."""
+        self.engine.recorder, self.active = None, None
         self.cases.clear()
         self.tables.clear()
         self._shares.start_anew()
-        self._compiles += 1  # the step under way is as unlike others as if graphs were compiled
-        self.device.run_fast()  # gives back what parameters have left in the heap
 
     def optimizer_stepped(self) -> None:
         """Some optimizer has updated its parameters."""
@@ -178,11 +182,14 @@ class Session:
                 if is_new:
                     self._shares.meet(self.active, table)
                 self.engine.limit_bytes = self._shares.safe_limit(self.active)
-        except (InfeasibleBudgetError, FallbackRefusedError, PlanMismatchError) as error:
-            if isinstance(error, InfeasibleBudgetError) and self._may_start:
+        except InfeasibleBudgetError as error:
+            if self._may_start:
                 raise StateHasToMoveError from None
-            if isinstance(error, InfeasibleBudgetError):
-                self._shares.explain(error, self._fault)
+            self._shares.explain(error, self._fault)
+            if self.steps == 0:  # a smaller batch may fit
+                self._start_anew()
+            raise
+        except (FallbackRefusedError, PlanMismatchError) as error:
             self._error = copy.copy(error)  # not its traceback: that holds the user's model
             raise
         self._compiles_entered = self._compiles
@@ -219,7 +226,7 @@ class Session:
             tables, is_first = self.tables.values(), self.steps == 0
             self._shares.divide(case, tables, is_first=is_first, may_start=self._may_start)
         if self.steps == 0:
-            log.info("%s", self._first_words())
+            log.info("%s", first_words(self, self._shares.rest_bytes))
             self.device.has_compiled()
         limits = self._shares.safe_limit(case), self._shares.resident_limits(case)
         self.engine.begin_step(
@@ -360,14 +367,6 @@ class Session:
     def device_budget_bytes(self) -> int:
         """The device budget in force."""
         return self._shares.budget_bytes(self.active)
-
-    def _first_words(self) -> str:
-        stores = ", ".join(f"{s.directory} ({s.path})" for s in self.device.stores())
-        return (
-            f"teraplan on {self.device.name}: device budget "
-            f"{format_nbytes(self._shares.rest_bytes)}, storage {stores}; measuring "
-            f"{self.config.profile_steps + 1} steps before planning"
-        )
 
     def actual_peak_bytes(self) -> int:
         """The most memory that tensors took in steps under the plan in force; -1 if unknown."""

@@ -19,6 +19,15 @@ _MEDIAN_OF = 5
 _DAY_NS = 86_400 * 10**9
 
 
+def first_words(session: "Session", budget_bytes: int) -> str:
+    """What trains where, for people, before the first step."""
+    stores = ", ".join(f"{s.directory} ({s.path})" for s in session.device.stores())
+    return (
+        f"teraplan on {session.device.name}: device budget {format_nbytes(budget_bytes)}, storage "
+        f"{stores}; measuring {session.config.profile_steps + 1} steps before planning"
+    )
+
+
 def describe(session: "Session") -> str:
     """What is going on now, for people. From anywhere, a signal handler too: takes no lock."""
     engine = session.engine

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import resource
 from pathlib import Path
 
@@ -92,6 +93,8 @@ def _verify(arena: Arena, chunk: Chunk, directory: Path) -> None:
 
 def _named(error: OSError, chunk: Chunk, arena: Arena, directory: Path) -> StorageError:
     is_write = chunk.transfer.direction is Direction.OUT
+    if is_write and error.errno == errno.EINVAL and _is_cut(chunk):
+        error = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
     kind = StorageFullError if is_write and error.errno in FULL else StorageError
     text = error.strerror or str(error)
     cause = f"{errno.errorcode.get(error.errno or 0, 'error')}: {text}"
@@ -103,6 +106,12 @@ def _named(error: OSError, chunk: Chunk, arena: Arena, directory: Path) -> Stora
     )
     named.errno = error.errno
     return named
+
+
+def _is_cut(chunk: Chunk) -> bool:
+    """A limit that is no multiple of a block cuts a direct write to a length that is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return limit != resource.RLIM_INFINITY and chunk.place.offset + chunk.nbytes > limit
 
 
 def _full_advice(error: OSError, arena: Arena, directory: Path) -> str:

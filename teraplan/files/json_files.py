@@ -237,6 +237,10 @@ class Node:
             raise self.fail(f"is a string of {len(value)} characters, at most {max_length}")
         return value
 
+    def label(self) -> str:
+        """A string that only people read: what a terminal would obey is written out."""
+        return printable(self.text())
+
     def integers(self, length: int | None = None, limit: int = MAX_INT) -> tuple[int, ...]:
         """A list of integers from 0 to `limit`."""
         items = self._list(length)

@@ -313,7 +313,7 @@ def _decode_tensor(node: Node, num_sites: int, ids: dict[str, int]) -> Tensor:
         nbytes=node.get("nbytes").integer(),
         shape=node.get("shape").integers(),
         dtype=node.get("dtype").text(),
-        layer=node.get("layer").text(),
+        layer=node.get("layer").label(),
         windows=tuple(windows),
         persistent=node.get("persistent").flag(),
         changed_in=_decode_changes(node, len(windows)),

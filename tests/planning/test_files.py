@@ -125,6 +125,7 @@ CHANGES: list[tuple[str, object, str]] = [
     ("trace/tensors/0/changed_in", [1, 0], "changed_in: are not ascending"),
     ("trace/tensors/0/nbytes", 1 << 60, "trace.tensors: add up to .* bytes with state, at most"),
     ("trace/sites/duration_ns/0", 1 << 51, "trace.sites.duration_ns: add up to .* ns, at most"),
+    ("hardware/staging_bytes", 1 << 55, "staging_bytes: is .*, more than host_capacity_bytes, "),
     ("hardware/device_port", 3, "hardware.device_port: is 3, expected an object"),
     ("prediction/bound_ns", None, "prediction.bound_ns: is null, expected an integer"),
     ("trace/fingerprint/device", None, "trace.fingerprint.device: is null, expected a string"),
@@ -140,6 +141,13 @@ def test_refuses_wrong_fields(plan_path: Path, path: str, value: object, message
     plan_path.write_text(json.dumps(data))
     with pytest.raises(FileFormatError, match=message):
         read_plan(plan_path)
+
+
+def test_a_terminal_obeys_no_label(plan_path: Path) -> None:
+    data = json.loads(plan_path.read_text())
+    set_at("trace/tensors/0/layer", "\x1b[31mred\n")(data)
+    plan_path.write_text(json.dumps(data))
+    assert read_plan(plan_path).trace.tensors[0].layer == r"\x1b[31mred\n"
 
 
 @pytest.mark.parametrize("field", ["policy", "trace", "migrations", "prediction", "schema"])

@@ -292,6 +292,32 @@ def test_the_real_limit_of_a_file_is_a_full_disk(disk: Path) -> None:
     assert "File too large" in done.stdout
 
 
+def test_a_limit_within_a_block_is_a_full_disk(disk: Path) -> None:
+    """The kernel cuts a direct write there, and calls the rest of it invalid (EINVAL)."""
+    program = (
+        "import resource, sys, ctypes, pathlib\n"
+        "from teraplan.errors import StorageFullError\n"
+        "from teraplan.runtime.storage import Storage\n"
+        "block = ctypes.create_string_buffer(4 << 20)\n"
+        "def put(label):\n"
+        "    record = storage.put(ctypes.addressof(block), 4 << 20, owner=block, label=label)\n"
+        "    storage.wait(record.write, what='the test')\n"
+        "    return record\n"
+        "with Storage.open([pathlib.Path(sys.argv[1])]) as storage:\n"
+        "    storage.drop(put('first'))\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
+        "    try:\n"
+        "        put('second')\n"
+        "    except StorageFullError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(disk)], capture_output=True, text=True, timeout=60
+    )
+    assert "second: write of 4.00 MiB" in done.stdout, done.stderr
+    assert "raise that limit (ulimit -f)" in done.stdout
+
+
 def test_an_error_in_after_fails_its_transfer_only(
     storage: Storage, memory: Memory, read_back: ReadBack
 ) -> None:
