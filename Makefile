@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 # Two processes with one thread each are faster than one process whose threads wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
-# Python compiles what is imported; to compile all that is installed takes a minute longer.
+# What is installed is compiled at the end, on all cores: pip uses one, and leaves it to every process
+# to do it again where it does not (PYTHONDONTWRITEBYTECODE, as most containers have it).
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check -c constraints.txt
 
 help:  ## list these targets
@@ -49,14 +50,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		"teraplan needs Python 3.11 or newer, this is " + sys.version.split()[0] + \
 		"; choose one with: make PYTHON=python3.11")'
-	@echo "[1/4] making a Python environment in $(VENV)"
+	@echo "[1/5] making a Python environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "[2/4] installing torch (up to a few minutes)"
+	@echo "[2/5] installing torch (up to a few minutes)"
 	@$(PIP) torch==2.13.0
-	@echo "[3/4] installing tools"
+	@echo "[3/5] installing tools"
 	@$(PIP) hatchling editables
-	@echo "[4/4] installing teraplan and what it needs"
+	@echo "[4/5] installing teraplan and what it needs"
 	@$(PIP) --no-build-isolation -e '.[plot,dev]'
+	@echo "[5/5] compiling what was installed"
+	@$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib || true
 	@touch $@
 
 .PHONY: help demo test test-all check check-style check-mypy check-pyright bench clean

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 # To compile makes millions of objects, and hardly any garbage that matters here: a tenth less time.
-gc.set_threshold(100_000, 20, 50)
+gc.set_threshold(10_000, 10, 10)
 
 
 @functools.cache

@@ -31,6 +31,14 @@ def _imported_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="package", autouse=True)
+def _stays_frozen() -> Iterator[None]:
+    """What is frozen here is of other tests, and no test counts it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(census, "unfreeze", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
     """Also for what is run once for all tests of a module."""
     threads = torch.get_num_threads()
@@ -45,9 +53,7 @@ def alone() -> Iterator[None]:
     # pytest's log handler would make torch write down every guard of every graph.
     logging.getLogger("torch.__trace").setLevel(logging.CRITICAL)
     gc.freeze()  # what is still there is no garbage, and no test's training state
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(census, "unfreeze", lambda: None)
-        # As much as what a small model saves.
+    with pytest.MonkeyPatch.context() as patch:  # as much as what a small model saves
         patch.setattr(plan_maker, "MEASURED_WITHIN_BYTES", 0)
         # Any plan will do, and the best takes time.
         patch.setattr(small_step, "_SIMULATIONS", 5)
