@@ -388,32 +388,3 @@ def test_what_a_graph_uses_at_once_has_to_have_room_from_the_beginning() -> None
     assert least > 3 * WithTables.NBYTES
     limited = within(program, int(1.02 * least), training_state="moves")
     assert_same(within(program, UNLIMITED), limited)
-
-
-def in_batches_of(*rows: int) -> Program:
-    """Steps with so many rows; those that are refused are left out."""
-
-    def program(this: Run) -> None:
-        net = MLP(width=128, depth=4)
-        this.compile(net)
-        optimizer = adamw(net.parameters())
-        for num_rows in rows:
-            net.rows = num_rows
-            try:
-                loss = net(*net.batch(len(this.recorded)))
-            except InfeasibleBudgetError:
-                continue
-            torch.autograd.backward(loss)
-            optimizer.step()
-            this.record(loss, net, others=states(optimizer))
-            optimizer.zero_grad()
-
-    return program
-
-
-def test_a_smaller_batch_trains_after_a_refusal() -> None:
-    """Also for those who look for the largest batch that fits."""
-    large, small = 16384, 64
-    limited = within(in_batches_of(large, large, *[small] * 4), 4 * MIB)
-    assert len(limited.recorded) == 4
-    assert_same(run(in_batches_of(*[small] * 4), device_budget=UNLIMITED), limited)

@@ -12,6 +12,7 @@ from teraplan.errors import InfeasibleBudgetError
 from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import adamw, budget_beside_others, run_moving, states
 from tests.end_to_end.training import (
+    MLP,
     UNLIMITED,
     Program,
     Run,
@@ -216,3 +217,33 @@ def _off_plan(found: Run) -> list[int]:
     """How often each step's status says that the replayed plan is not followed."""
     text = "another way than the replayed plan"
     return [sum(text in what for what in status.fallbacks) for status in found.statuses]
+
+
+def in_batches_of(*rows: int) -> Program:
+    """Steps with so many rows; those that are refused are left out."""
+
+    def program(this: Run) -> None:
+        net = MLP(width=128, depth=4)
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for num_rows in rows:
+            net.rows = num_rows
+            try:
+                loss = net(*net.batch(len(this.recorded)))
+            except InfeasibleBudgetError:
+                continue
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    return program
+
+
+def test_a_smaller_batch_trains_after_a_refusal() -> None:
+    """Also for those who look for the largest batch that fits."""
+    large, small = 16384, 64
+    program = in_batches_of(large, large, *[small] * 4)
+    limited = run(program, device_budget=budget_beside_others(4 << 20))
+    assert len(limited.recorded) == 4
+    assert_same(run(in_batches_of(*[small] * 4), device_budget=UNLIMITED), limited)
