@@ -59,7 +59,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[4/5] installing teraplan and what it needs"
 	@$(PIP) --no-build-isolation -e '.[plot,dev]'
 	@echo "[5/5] compiling what was installed"
-	@$(BIN)/python -m compileall -qq -j 0 -x transformers/models $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/_internal/|transformers/models' $(VENV)/lib || true
 	@touch $@
 
 .PHONY: help demo test test-all check check-style check-mypy check-pyright bench clean

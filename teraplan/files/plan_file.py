@@ -252,23 +252,21 @@ def encode_hardware(hardware: Hardware) -> dict[str, object]:
 def decode_hardware(node: Node) -> Hardware:
     """The machine that a JSON object encodes."""
     node.only(_HARDWARE_FIELDS)
-    staging = node.get("staging_bytes") if node.has("staging_bytes") else None
-    capacity_bytes = node.get("host_capacity_bytes").integer()
-    if staging is not None and staging.integer() > capacity_bytes:
-        raise staging.fail(
-            f"is {staging.integer()}, more than host_capacity_bytes, {capacity_bytes}"
-        )
-    return Hardware(
+    hardware = Hardware(
         device=node.get("device").label(),
         device_capacity_bytes=node.get("device_capacity_bytes").integer(),
-        host_capacity_bytes=capacity_bytes,
+        host_capacity_bytes=node.get("host_capacity_bytes").integer(),
         storage_capacity_bytes=node.get("storage_capacity_bytes").integer(),
         host_link=_decode_link(node.get("host_link")),
         storage_link=_decode_link(node.get("storage_link")),
         device_port=_decode_link(node.get("device_port")) if node.has("device_port") else None,
         host_cores=_decode_cores(node.get("host_cores")) if node.has("host_cores") else None,
-        staging_bytes=0 if staging is None else staging.integer(),
+        staging_bytes=node.get("staging_bytes").integer() if node.has("staging_bytes") else 0,
     )
+    if hardware.staging_bytes > hardware.host_capacity_bytes:
+        more = f"more than host_capacity_bytes, {hardware.host_capacity_bytes}"
+        raise node.get("staging_bytes").fail(f"is {hardware.staging_bytes}, {more}")
+    return hardware
 
 
 def _decode_link(node: Node) -> Link | None:
