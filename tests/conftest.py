@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-# To compile makes millions of objects, and hardly any garbage that matters here: a tenth less time.
+# To compile makes millions of objects, and hardly any garbage that matters here.
 gc.set_threshold(10_000, 10, 10)
 
 

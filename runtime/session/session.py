@@ -186,8 +186,8 @@ class Session:
             if self._may_start:
                 raise StateHasToMoveError from None
             self._shares.explain(error, self._fault)
-            if self.steps == 0:  # a smaller batch may fit
-                self._start_anew()
+            if all(case.last is None for case in self.cases.values()):  # nothing is measured yet
+                self._start_anew()  # so that a smaller batch may fit
             raise
         except (FallbackRefusedError, PlanMismatchError) as error:
             self._error = copy.copy(error)  # not its traceback: that holds the user's model

@@ -263,7 +263,7 @@ def decode_hardware(node: Node) -> Hardware:
         host_cores=_decode_cores(node.get("host_cores")) if node.has("host_cores") else None,
         staging_bytes=node.get("staging_bytes").integer() if node.has("staging_bytes") else 0,
     )
-    if hardware.staging_bytes > hardware.host_capacity_bytes:
+    if not hardware.holds_staging:
         more = f"more than host_capacity_bytes, {hardware.host_capacity_bytes}"
         raise node.get("staging_bytes").fail(f"is {hardware.staging_bytes}, {more}")
     return hardware

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from teraplan.errors import ConfigError
 from teraplan.files.json_files import MAX_INT
-from teraplan.units import parse_nbytes
+from teraplan.units import format_nbytes, parse_nbytes
 from teraplan.values.hardware import Hardware, HostCores, Link
 
 GB = 10**9
@@ -218,7 +218,13 @@ def machine_named(spec: str) -> Machine:
                 f'machine "{spec}": "{option}" is not understood; write ssd=N with N from 0 to '
                 f"{MAX_SSDS}, host=SIZE such as host=512GiB, cores=published, or staging=512MiB"
             )
-    return _machine(device, num_ssds, host_bytes, cores, staging_bytes if num_ssds else 0)
+    machine = _machine(device, num_ssds, host_bytes, cores, staging_bytes if num_ssds else 0)
+    if not machine.hardware.holds_staging:  # no file of it could be read
+        raise ConfigError(
+            f'machine "{spec}": staging is {format_nbytes(staging_bytes)}, more than the host '
+            f"memory that it is in, {format_nbytes(host_bytes)}"
+        )
+    return machine
 
 
 def _cores(spec: str, host: _Host, value: str) -> HostCores:

@@ -66,6 +66,11 @@ class Hardware:
     """Of the host budget, what bytes on their way between device and storage pass through; 0: they
     go straight (GPUDirect Storage), or that memory is not counted in the host budget."""
 
+    @property
+    def holds_staging(self) -> bool:
+        """Whether host memory is as large as what passes through it."""
+        return self.staging_bytes <= self.host_capacity_bytes
+
     def host_room_bytes(self, budget_bytes: int) -> int:
         """What tensors may take of a host budget; negative if it does not hold the staging."""
         return min(budget_bytes, self.host_capacity_bytes) - self.staging_bytes

@@ -219,12 +219,12 @@ def _off_plan(found: Run) -> list[int]:
     return [sum(text in what for what in status.fallbacks) for status in found.statuses]
 
 
-def in_batches_of(*rows: int) -> Program:
+def in_batches_of(*rows: int, dynamic: bool | None = None) -> Program:
     """Steps with so many rows; those that are refused are left out."""
 
     def program(this: Run) -> None:
         net = MLP(width=128, depth=4)
-        this.compile(net)
+        this.compile(net, dynamic=dynamic)
         optimizer = adamw(net.parameters())
         for num_rows in rows:
             net.rows = num_rows
@@ -247,3 +247,13 @@ def test_a_smaller_batch_trains_after_a_refusal() -> None:
     limited = run(program, device_budget=budget_beside_others(4 << 20))
     assert len(limited.recorded) == 4
     assert_same(run(in_batches_of(*[small] * 4), device_budget=UNLIMITED), limited)
+
+
+def test_a_smaller_batch_trains_after_a_larger_one_was_refused_later() -> None:
+    """With a graph for each size: one for all is judged by the size that it was compiled with."""
+    large, small = 16384, 64
+    rows = *[small] * 4, *[large] * 2, *[small] * 2
+    program = in_batches_of(*rows, dynamic=False)
+    limited = run(program, device_budget=budget_beside_others(4 << 20))
+    assert len(limited.recorded) == 6
+    assert_same(run(in_batches_of(*[small] * 6, dynamic=False), device_budget=UNLIMITED), limited)

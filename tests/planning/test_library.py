@@ -144,6 +144,7 @@ def test_reads_version_1_of_hardware_files() -> None:
         ("h200:ssd=" + "1" * 5000, "is not understood"),
         ("h200:ssd=13", '"ssd=13" is not understood'),
         ("h200:gpu=2", '"gpu=2" is not understood'),
+        ("h200:host=1GB:staging=2GB", "staging is 1.86 GiB, more than the host memory that it is"),
         ("h200:host=lots", "is not a size"),
         ("h200:host=0.5", r"'0\.5' is no whole number of bytes; write a unit"),
         ("machine.json", '"machine.json" is a file, and here one of the machines of the library'),

@@ -17,7 +17,7 @@ from teraplan.errors import IntegrityError, StorageError
 from teraplan.runtime.cpu.pool import CpuPool
 from teraplan.runtime.cpu.trimmer import Trimmer
 from teraplan.runtime.process import pages, process_memory
-from teraplan.runtime.state.memory import digests
+from teraplan.runtime.state.memory import digests, timeline
 from teraplan.runtime.state.memory.arena import StateArena
 from teraplan.runtime.state.memory.block import Block, Key, Place
 from teraplan.runtime.state.memory.departures import departures
@@ -297,17 +297,28 @@ def test_departures_are_those_needed_last() -> None:
 
 
 def test_timeline_knows_the_step_before() -> None:
-    timeline = Timeline()
+    uses = Timeline()
     for key in (A, B, C, A):
-        assert timeline.note(key) is None
-    assert timeline.next_use(A) == NEVER
-    assert timeline.begin_step()
-    assert timeline.note(A) == 0
-    assert [timeline.next_use(key) for key in (A, B, C)] == [2, 0, 1]
-    assert timeline.note(C) == 2, "what did not happen this time is passed over"
-    assert timeline.next_use(B) == 2, "in the next step"
-    assert list(timeline.ahead()) == [A, A, B, C]
-    assert list(timeline.ahead(3)) == [A, A, B]
+        assert uses.note(key) is None
+    assert uses.next_use(A) == NEVER
+    assert uses.begin_step()
+    assert uses.note(A) == 0
+    assert [uses.next_use(key) for key in (A, B, C)] == [2, 0, 1]
+    assert uses.note(C) == 2, "what did not happen this time is passed over"
+    assert uses.next_use(B) == 2, "in the next step"
+    assert list(uses.ahead()) == [A, A, B, C]
+    assert list(uses.ahead(3)) == [A, A, B]
+
+
+def test_timeline_keeps_so_many_uses_of_a_step_that_never_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(timeline, "_MOST", 3)
+    uses = Timeline()
+    for key in (A, B, C, A, B):
+        uses.note(key)
+    uses.begin_step()
+    assert uses.past == [A, B, C]
 
 
 def _mapped(address: int) -> bool:

@@ -270,12 +270,24 @@ def test_a_file_system_without_fallocate_works(
     assert np.array_equal(read_back(storage, _put(storage, tensor)), tensor)
 
 
-def test_the_real_limit_of_a_file_is_a_full_disk(disk: Path) -> None:
-    # The kernel's own refusal (EFBIG), in a process of its own because the limit stays.
-    program = (
+def _limited(program: str, disk: Path) -> subprocess.CompletedProcess[str]:
+    """What a program prints in a process of its own, because its limits stay."""
+    imports = (
         "import resource, sys, ctypes, pathlib\n"
         "from teraplan.errors import StorageFullError\n"
         "from teraplan.runtime.storage import Storage\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", imports + program, str(disk)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_real_limit_of_a_file_is_a_full_disk(disk: Path) -> None:
+    # The kernel's own refusal (EFBIG).
+    program = (
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))\n"
         "block = ctypes.create_string_buffer(8 << 20)\n"
         "with Storage.open([pathlib.Path(sys.argv[1])]) as storage:\n"
@@ -285,9 +297,7 @@ def test_the_real_limit_of_a_file_is_a_full_disk(disk: Path) -> None:
         "    except StorageFullError as error:\n"
         "        print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(disk)], capture_output=True, text=True, timeout=60
-    )
+    done = _limited(program, disk)
     assert "large: needs 8.00 MiB" in done.stdout, done.stderr
     assert "File too large" in done.stdout
 
@@ -295,9 +305,6 @@ def test_the_real_limit_of_a_file_is_a_full_disk(disk: Path) -> None:
 def test_a_limit_within_a_block_is_a_full_disk(disk: Path) -> None:
     """The kernel cuts a direct write there, and calls the rest of it invalid (EINVAL)."""
     program = (
-        "import resource, sys, ctypes, pathlib\n"
-        "from teraplan.errors import StorageFullError\n"
-        "from teraplan.runtime.storage import Storage\n"
         "block = ctypes.create_string_buffer(4 << 20)\n"
         "def put(label):\n"
         "    record = storage.put(ctypes.addressof(block), 4 << 20, owner=block, label=label)\n"
@@ -311,9 +318,7 @@ def test_a_limit_within_a_block_is_a_full_disk(disk: Path) -> None:
         "    except StorageFullError as error:\n"
         "        print(error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(disk)], capture_output=True, text=True, timeout=60
-    )
+    done = _limited(program, disk)
     assert "second: write of 4.00 MiB" in done.stdout, done.stderr
     assert "raise that limit (ulimit -f)" in done.stdout
 
