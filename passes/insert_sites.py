@@ -153,6 +153,8 @@ def _candidates(
 
 
 _SMALL = "small"
+_MOST_GROWTH = 16
+"""So much larger than traced a tensor of sizes that vary may be in a later call."""
 
 
 def _why_not(
@@ -179,7 +181,13 @@ def _why_not(
         sizes.check((*value.shape, *value.stride()))
     except UnknownSymbolError as error:
         return f"size of unknown symbol {error}"
-    return _SMALL if nbytes_of(saved) < MIN_SLOT_BYTES else None
+    return _SMALL if nbytes_of(saved) < _least_nbytes(value) else None
+
+
+def _least_nbytes(value: torch.Tensor) -> int:
+    """Of smaller tensors none gets ops."""
+    varies = any(isinstance(size, torch.SymInt) for size in value.shape)
+    return MIN_SLOT_BYTES // _MOST_GROWTH if varies else MIN_SLOT_BYTES
 
 
 def _last(nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
@@ -203,7 +211,7 @@ def _insert_saves(
     }
     anchor = anchor_of(graph)
     with graph.inserting_after(last_input):
-        chain = graph.call_function(ops.enter, (anchor, table.to_json()))
+        chain = graph.call_function(ops.enter, (anchor, table.to_json(), []))
     chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
     output = _output_of(graph)
     results = list(output.args[0])  # type: ignore[arg-type]

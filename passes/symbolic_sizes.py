@@ -35,6 +35,15 @@ class SizeNodes:
         """
         return [self._node(size) for size in sizes]
 
+    def values(self) -> dict[sympy.Expr, int]:
+        """What the placeholders were when the graph was traced, as far as that is known."""
+        hints = ((expr, node.meta["val"].node.hint) for expr, node in self._symbols.items())
+        return {expr: hint for expr, hint in hints if isinstance(hint, int)}
+
+    def expressions(self, found: Iterable[sympy.Expr]) -> list[Any]:
+        """Each expression of placeholders as an int or a node, inserted as `nodes` does."""
+        return [self._expression(expr) for expr in found]
+
     def check(self, sizes: Iterable[Any]) -> None:
         """Raise UnknownSymbolError if `nodes` would; inserts nothing."""
         for size in sizes:
@@ -45,9 +54,9 @@ class SizeNodes:
                     raise UnknownSymbolError(", ".join(sorted(map(str, missing))))
 
     def _node(self, size: Any) -> Any:
-        if not isinstance(size, torch.SymInt):
-            return size
-        expr = size.node.expr
+        return self._expression(size.node.expr) if isinstance(size, torch.SymInt) else size
+
+    def _expression(self, expr: Any) -> Any:
         if expr.is_Integer:
             return int(expr)
         if expr in self._symbols:

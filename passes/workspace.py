@@ -14,6 +14,7 @@ chooses its runs by more than this. It serves the first step; then memory is mea
 """
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -26,6 +27,14 @@ from teraplan import ops
 from teraplan.passes.aliases import base_of, is_view
 from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.inlining import inlined_nodes, is_pointwise
+from teraplan.passes.size_polynomials import SizePolynomials, peaks, total
+from teraplan.passes.symbolic_sizes import SizeNodes
+from teraplan.values.graph_sizes import (
+    GraphSizes,
+    MemoryOfSizes,
+    Polynomial,
+    most_at,
+)
 from teraplan.values.graph_table import GraphMemory, GraphTable
 
 _ELSEWHERE = (ops.need, ops.settle)
@@ -38,7 +47,7 @@ class _Span:
 
     start: int
     end: int
-    nbytes: int
+    nbytes: Polynomial
     can_leave: bool = False
     can_overwrite: bool = False
     """A kernel may write it where something is of the same size that it reads last."""
@@ -74,33 +83,57 @@ def with_memory(
     """
     saves = forward.find_nodes(op="call_function", target=ops.save)
     saved = {save.args[2]: base_of(save.args[0]) for save in saves}
+    nodes = SizeNodes(forward)
+    sizes = SizePolynomials(nodes.values())
+    at_once = functools.partial(memory_of, sizes=sizes, fused=fused)
+    of_sizes = GraphSizes(
+        slots=tuple(
+            sizes.nbytes_of(save.args[0]) for save in sorted(saves, key=lambda save: save.args[2])
+        ),
+        forward=at_once(forward, saved={}),
+        backward=at_once(backward, saved=saved),
+        backward_of_moving=at_once(backward, saved=saved, state_moves=True),
+    )
     stays, moves = (
-        dataclasses.replace(
-            memory_of(backward, fused=fused, saved=saved, state_moves=state_moves),
+        _as_traced(
+            memory,
+            sizes,
+            parameters_bytes=_parameters_nbytes(backward),
             gradients_bytes=_gradients_nbytes(backward, static_inputs, state_moves=state_moves),
         )
-        for state_moves in (False, True)
+        for memory, state_moves in ((of_sizes.backward, False), (of_sizes.backward_of_moving, True))
     )
     table = dataclasses.replace(
         table,
-        forward=memory_of(forward, fused=fused, saved={}),
+        forward=_as_traced(of_sizes.forward, sizes, parameters_bytes=_parameters_nbytes(forward)),
         backward=stays,
         backward_of_moving=moves,
-        sizes_vary=any(_is_symbolic(node) for node in forward.nodes),
+        sizes_vary=not sizes.all_known,
+        sizes=sizes.traced,
+        of_sizes=of_sizes if sizes.sizes else None,
     )
-    for graph, op in ((forward, ops.enter), (backward, ops.enter_backward)):
-        for node in graph.find_nodes(op="call_function", target=op):
-            node.update_arg(len(node.args) - 1, table.to_json())
+    for enter in forward.find_nodes(op="call_function", target=ops.enter):
+        with forward.inserting_before(enter):
+            found = nodes.expressions(sizes.sizes)
+        enter.args = (enter.args[0], table.to_json(), found)
+    for enter in backward.find_nodes(op="call_function", target=ops.enter_backward):
+        enter.update_arg(len(enter.args) - 1, table.to_json())
     return table
 
 
 def memory_of(
-    graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node], state_moves: bool = False
-) -> GraphMemory:
+    graph: fx.Graph,
+    *,
+    sizes: SizePolynomials,
+    fused: bool,
+    saved: Mapping[int, fx.Node],
+    state_moves: bool = False,
+) -> MemoryOfSizes:
     """What a graph takes that has its ops.
 
     Args:
         graph: a forward or a backward.
+        sizes: what bytes are counted in.
         fused: its kernels are Inductor's.
         saved: of a backward, the node of the forward that each slot is (a view of); of a forward,
             nothing.
@@ -111,21 +144,41 @@ def memory_of(
     inlined = inlined_nodes(graph, runs) if runs is not None else frozenset[fx.Node]()
     if not state_moves:  # they are what they are given
         inlined |= set(graph.find_nodes(op="call_function", target=ops.settle))
-    made = list(_intermediates(graph, position, runs, inlined=inlined))
+    made = list(_intermediates(graph, position, runs, sizes, inlined=inlined))
     if fused:
         made = _written_in_place(made)
-    spans = [*made, *_needed(graph, position, saved), *_tangents(graph, position)]
+    spans = [*made, *_needed(graph, position, saved, sizes), *_tangents(graph, position, sizes)]
     fixed = [span for span in spans if not span.can_leave]
+    return MemoryOfSizes(workspace=_peaks(fixed), least=_peaks(spans))
+
+
+def _as_traced(
+    memory: MemoryOfSizes,
+    sizes: SizePolynomials,
+    *,
+    parameters_bytes: int,
+    gradients_bytes: int = 0,
+) -> GraphMemory:
     return GraphMemory(
-        workspace_bytes=_peak(fixed),
-        least_bytes=_peak(spans),
-        parameters_bytes=_peak(list(_acquired(graph, position))),
+        workspace_bytes=most_at(memory.workspace, sizes.traced),
+        least_bytes=most_at(memory.least, sizes.traced),
+        gradients_bytes=gradients_bytes,
+        parameters_bytes=parameters_bytes,
     )
+
+
+def _parameters_nbytes(graph: fx.Graph) -> int:
+    """Most at once of those that are used."""
+    sizes = SizePolynomials({})
+    return most_at(_peaks(list(_acquired(graph, _positions(graph, None), sizes))), ())
 
 
 def workspace_nbytes(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> int:
     """Most bytes of intermediates at once, run node by node, `excluded` ones left out."""
-    return _peak(list(_intermediates(graph, _positions(graph, None), None, excluded=excluded)))
+    sizes = SizePolynomials({})
+    positions = _positions(graph, None)
+    spans = list(_intermediates(graph, positions, None, sizes, excluded=excluded))
+    return most_at(_peaks(spans), ())
 
 
 def _gradients_nbytes(
@@ -165,6 +218,7 @@ def _intermediates(
     graph: fx.Graph,
     position: Mapping[fx.Node, int],
     runs: FusedRuns | None,
+    sizes: SizePolynomials,
     *,
     inlined: Set[fx.Node] = frozenset(),
     excluded: Set[fx.Node] = frozenset(),
@@ -174,10 +228,10 @@ def _intermediates(
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or is_view(node) or node in inlined:
             continue
-        copied = _copied_nbytes(node) if runs is None else 0
+        copied = _copied_nbytes(node, sizes) if runs is None else ()
         if copied:
             yield _Span(position[node], position[node], copied)
-        nbytes = nbytes_of(node)
+        nbytes = sizes.nbytes_of(node)
         if not nbytes or node.target in _ELSEWHERE or node in excluded:
             continue
         made = node
@@ -192,7 +246,7 @@ def _intermediates(
 
 def _written_in_place(spans: Sequence[_Span]) -> list[_Span]:
     """The same, where what a kernel reads last ends for what it writes there."""
-    ending: dict[tuple[int, int], list[int]] = {}
+    ending: dict[tuple[int, Polynomial], list[int]] = {}
     for number, span in enumerate(spans):
         if span.start < span.end:
             ending.setdefault((span.end, span.nbytes), []).append(number)
@@ -205,29 +259,34 @@ def _written_in_place(spans: Sequence[_Span]) -> list[_Span]:
     return found
 
 
-def _copied_nbytes(node: fx.Node) -> int:
+def _copied_nbytes(node: fx.Node, sizes: SizePolynomials) -> Polynomial:
     """What oneDNN's convolutions copy into layouts of their own, while they run.
 
     Inductor has it in these layouts already.
     """
     if getattr(node.target, "overloadpacket", None) not in _CONVOLUTIONS:
-        return 0
-    return sum(nbytes_of(argument) for argument in node.all_input_nodes)
+        return ()
+    return total(sizes.nbytes_of(argument) for argument in node.all_input_nodes)
 
 
 _CONVOLUTIONS = frozenset((torch.ops.aten.convolution, torch.ops.aten.convolution_backward))
 
 
-def _tangents(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[_Span]:
+def _tangents(
+    graph: fx.Graph, position: Mapping[fx.Node, int], sizes: SizePolynomials
+) -> Iterator[_Span]:
     """Gradients of the forward's results."""
     last_use = _last_uses(graph, position, frozenset())
     for node in graph.find_nodes(op="placeholder"):
         if "tangents" in node.name:
-            yield _Span(0, last_use[node], nbytes_of(node))
+            yield _Span(0, last_use[node], sizes.nbytes_of(node))
 
 
 def _needed(
-    graph: fx.Graph, position: Mapping[fx.Node, int], saved: Mapping[int, fx.Node]
+    graph: fx.Graph,
+    position: Mapping[fx.Node, int],
+    saved: Mapping[int, fx.Node],
+    sizes: SizePolynomials,
 ) -> Iterator[_Span]:
     """What `need` brings back, until it is `done`; slots that share memory come back as one."""
     spans: dict[fx.Node, tuple[int, int]] = {}
@@ -238,10 +297,12 @@ def _needed(
         first, end = spans.get(base, (start, last))
         spans[base] = min(first, start), max(end, last)
     for base, (start, last) in spans.items():
-        yield _Span(start, last, nbytes_of(base), can_leave=True)
+        yield _Span(start, last, sizes.nbytes_of(base), can_leave=True)
 
 
-def _acquired(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[_Span]:
+def _acquired(
+    graph: fx.Graph, position: Mapping[fx.Node, int], sizes: SizePolynomials
+) -> Iterator[_Span]:
     """Parameters, from where each is acquired to where it is released."""
     released = {
         node.args[0]: position[node]
@@ -250,7 +311,7 @@ def _acquired(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Iterator[_Spa
     for node in graph.find_nodes(op="call_function", target=ops.acquire):
         parameter = cast("fx.Node", node.args[0])
         last = max(position[node], released.get(parameter, position[node]))
-        yield _Span(position[node], last, nbytes_of(parameter))
+        yield _Span(position[node], last, sizes.nbytes_of(parameter))
 
 
 def _last_uses(
@@ -266,24 +327,9 @@ def _last_uses(
     return last
 
 
-def _peak(spans: list[_Span]) -> int:
-    """Most bytes at once."""
-    changes: dict[int, int] = {}
-    for span in spans:
-        changes[span.start] = changes.get(span.start, 0) + span.nbytes
-        changes[span.end + 1] = changes.get(span.end + 1, 0) - span.nbytes
-    live = peak = 0
-    for _, change in sorted(changes.items()):
-        live += change
-        peak = max(peak, live)
-    return peak
-
-
-def _is_symbolic(node: fx.Node) -> bool:
-    """True if the node is a size, or is of a size, that may differ from call to call."""
-    value = node.meta.get("val")
-    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-    return any(isinstance(size, torch.SymInt) for size in sizes)
+def _peaks(spans: Sequence[_Span]) -> tuple[Polynomial, ...]:
+    """Bytes at once."""
+    return peaks([(span.start, span.end, span.nbytes) for span in spans])
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -68,6 +68,8 @@ class Engine:
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int, int] | None = None
         self._rehearsal_limits: Sequence[int] = ()
+        self.at_backward: Callable[[str], None] | None = None
+        """Told the graph whose backward begins, it may refuse that by an error."""
         self.schedule: Schedule | None = None
         """Of the plan that the step runs under."""
         self._larger_than_planned = False
@@ -164,6 +166,8 @@ class Engine:
     @_at_work
     def enter_backward(self, key: int, table: GraphTable) -> None:
         """The backward of a forward graph begins, to which the token with `key` belongs."""
+        if self.at_backward is not None:
+            self.at_backward(table.graph)
         self.graph = (table.graph, self._view(key).call, True)
         self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
         self._leave()
@@ -214,11 +218,7 @@ class Engine:
         self._bring(saved)
         saved.check_version()
         saved.in_use += 1
-        assert saved.tensor is not None
-        storage = saved.tensor.untyped_storage()
-        offset = (saved.offset + view.byte_offset) // dtype.itemsize
-        result = torch.empty(0, dtype=dtype, device=saved.tensor.device)
-        result.set_(storage, offset, size, stride)
+        result = view.on_device(size, stride, dtype)
         self._leave()
         return result
 

@@ -99,6 +99,17 @@ class View:
                     'kernels="aot_eager" keeps to the strides that were traced'
                 )
 
+    def on_device(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The tensor itself, whose storage is on the device."""
+        assert self.saved.tensor is not None
+        storage = self.saved.tensor.untyped_storage()
+        offset = (self.saved.offset + self.byte_offset) // dtype.itemsize
+        result = torch.empty(0, dtype=dtype, device=storage.device)
+        result.set_(storage, offset, size, stride)
+        return result
+
 
 def is_movable(x: torch.Tensor, storage: torch.UntypedStorage, *, given: bool) -> bool:
     """False if moving the storage is of no use or not possible.

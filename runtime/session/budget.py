@@ -44,7 +44,7 @@ class GraphForecast:
         self.update_bytes = 0
         """What one parameter's update needs beside its state."""
         self.saved_bytes = 0
-        """The most that a step has saved as far as it was seen."""
+        """The most that a step of the kind has saved as far as it was seen."""
         self._state_moves = False
         self._tables: dict[str, GraphTable] = {}
 
@@ -56,10 +56,10 @@ class GraphForecast:
         elsewhere_bytes: int = 0,
         state_moves: bool,
     ) -> None:
-        """Count the state anew and take in all graphs compiled so far.
+        """Count the state anew; a step of some kind begins.
 
         Args:
-            tables: of the graphs.
+            tables: of the graphs that such steps run, as far as is known.
             update_bytes: what one parameter's update needs beside its state.
             elsewhere_bytes: of the state that optimizers will make, what is not on the device.
             state_moves: that of large parameters is accounted for elsewhere.
@@ -67,8 +67,7 @@ class GraphForecast:
         self.state_bytes = self._device.state_bytes()
         self.update_bytes, self._state_moves = update_bytes, state_moves
         self.gradients_bytes, self.optimizer_bytes = self._missing_nbytes(elsewhere_bytes)
-        for table in tables:
-            self.add(table)
+        self._tables = {table.graph: table for table in tables}
 
     def add(self, table: GraphTable) -> None:
         """Take in one graph."""
@@ -113,11 +112,30 @@ class GraphForecast:
     @property
     def least_bytes(self) -> int:
         """What the graphs predict to be enough, everything that can move elsewhere."""
+        return self._least_beside(self._beside_bytes)
+
+    def _least_beside(self, beside_bytes: int) -> int:
+        return with_spare(self.lasting_bytes + max(self._updated_bytes, beside_bytes))
+
+    @property
+    def _beside_bytes(self) -> int:
+        """What graphs have at once beside what lasts."""
         beside = (
             table.beside_bytes(self.gradients_bytes, state_moves=self._state_moves)
             for table in self._tables.values()
         )
-        return with_spare(self.lasting_bytes + max([self._updated_bytes, *beside]))
+        return max(beside, default=0)
+
+    @property
+    def beside_forwards_bytes(self) -> int:
+        """The same of forwards alone."""
+        return max((t.forward.least_bytes for t in self._tables.values()), default=0)
+
+    def beside_backward_bytes(self, graph: str) -> int:
+        """The same of a graph's backward alone."""
+        return self._tables[graph].beside_backward_bytes(
+            self.gradients_bytes, state_moves=self._state_moves
+        )
 
     @property
     def unlimited_peak_bytes(self) -> int:
@@ -131,8 +149,7 @@ class GraphForecast:
 
     @property
     def _saved_at_once(self) -> int:
-        saved = (sum(slot.nbytes for slot in t.slots) for t in self._tables.values())
-        return max(saved, default=0)
+        return max((table.saved_bytes for table in self._tables.values()), default=0)
 
     def refuse(
         self,
@@ -142,6 +159,7 @@ class GraphForecast:
         moving_bytes: int = 0,
         shared_bytes: int = 0,
         given: str = "",
+        beside_bytes: int | None = None,
     ) -> None:
         """Raise InfeasibleBudgetError if the budget is less than what the graphs predict.
 
@@ -151,9 +169,12 @@ class GraphForecast:
             shared_bytes: of what could move and stays, since something else has it, too.
             certainly: only if it is so much less that measuring would show the same.
             given: how the user has written the budget, if not in bytes.
+            beside_bytes: what the graph that begins has at once beside what lasts; None: all graphs
+                will run, forward and backward.
         """
         least = self.least_bytes
-        if budget_bytes >= (self._hopeless_bytes if certainly else least):
+        needed = least if beside_bytes is None else self._least_beside(beside_bytes)
+        if budget_bytes >= (self._hopeless_bytes(needed) if certainly else needed):
             return
         state = self.state_bytes + self.future_state_bytes
         named = self._named_bytes(moving_bytes, certainly=certainly)
@@ -191,12 +212,11 @@ class GraphForecast:
             margin if certainly else min(margin, int(named * _MARGIN_WHERE_STATE_MOVES))
         )
 
-    @property
-    def _hopeless_bytes(self) -> int:
+    def _hopeless_bytes(self, needed_bytes: int) -> int:
         """Measuring would not show that less is enough."""
         vary = any(table.sizes_vary for table in self._tables.values())
         part = _HOPELESS_WHERE_SIZES_VARY if vary else _HOPELESS_FRACTION
-        beside = int((self.least_bytes - self.lasting_bytes) * part)
+        beside = int((needed_bytes - self.lasting_bytes) * part)
         return self.lasting_bytes + max(self._updated_bytes, beside)
 
     @property

@@ -5,7 +5,6 @@ measured. A plan divides the budget anew at each site.
 """
 
 import gc
-from collections.abc import Iterable
 
 from teraplan.config import Config
 from teraplan.errors import InfeasibleBudgetError
@@ -71,21 +70,18 @@ class BudgetShares:
         """Raise InfeasibleBudgetError if not even the state fits, and it cannot start to move."""
         if self._given is None or self._given.nbytes is None or self._keeper.may_start:
             return
-        self._refresh(())
+        self._refresh(Case(number=0))
         self._keeper.share_out(self._given.nbytes, self.forecast.least_bytes)
         moving = self._keeper.limit_bytes
         rest = self._given.nbytes - moving
         shared = self._keeper.shared_bytes
         self.forecast.refuse(rest, certainly=False, moving_bytes=moving, shared_bytes=shared)
 
-    def divide(
-        self, case: Case, tables: Iterable[GraphTable], *, is_first: bool, may_start: bool
-    ) -> None:
+    def divide(self, case: Case, *, is_first: bool, may_start: bool) -> None:
         """A step without a plan begins.
 
         Args:
             case: the step's kind.
-            tables: of all graphs.
             is_first: no step has been taken yet.
             may_start: the training state, which stays, can still start to move.
 
@@ -93,10 +89,10 @@ class BudgetShares:
             InfeasibleBudgetError: the graphs predict that the budget is too small.
         """
         self._keeper.take_in_optimizers()
-        self._refresh(tables)
+        self._refresh(case)
         if self._host_updates.wanted and is_first:
             self._host_updates.expect(self.forecast.least_bytes - self.budget_bytes(case))
-            self._refresh(())
+            self._refresh(case)
         is_new, self._divided = not self._divided, True
         try:
             self._divide(case, is_new=is_new, may_start=may_start)
@@ -105,7 +101,7 @@ class BudgetShares:
                 raise
         else:
             return
-        self._refresh(())  # models that are gone were still there
+        self._refresh(case)  # models that are gone were still there
         self._divide(case, is_new=is_new, may_start=may_start)
 
     def _divide(self, case: Case, *, is_new: bool, may_start: bool) -> None:
@@ -115,11 +111,13 @@ class BudgetShares:
         elif case.memory is None:
             self._share_out_again(budget)
         self.rest_bytes = budget - self._keeper.limit_bytes
-        may_not_fit = is_new or (case.memory is None and (may_start or self._trains_more))
+        trains = is_new or may_start or self._trains_more
+        may_not_fit = is_new or (case.memory is None and (trains or not case.is_first))
         if self._given is not None and may_not_fit:
             # What moves can have less than its share, so that a little more is needed beside it.
             has_way_out = may_start or (is_new and self._keeper.moves)
-            self._refuse(case, certainly=self._given.nbytes is None or not has_way_out)
+            certainly = self._given.nbytes is None or not has_way_out
+            self._refuse(case, certainly=certainly, forwards_alone=not trains)
         self._least_bytes = self._keeper.least_bytes
 
     @property
@@ -135,7 +133,7 @@ class BudgetShares:
         self._keeper.share_out(budget_bytes, max(self.forecast.least_bytes, self.rest_bytes))
 
     def meet(self, case: Case, table: GraphTable) -> None:
-        """Another graph is about to run for the first time, in the middle of a step.
+        """A graph is about to run that is new, or at larger sizes, in the middle of a step.
 
         Raises:
             InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
@@ -151,14 +149,48 @@ class BudgetShares:
         self._share_out_again(budget)
         self.rest_bytes = budget - self._keeper.limit_bytes
         if not self._keeper.may_start:
-            self._refuse(case, certainly=True)
+            trains = case.is_first or self._trains_more
+            self._refuse(case, certainly=True, forwards_alone=not trains)
 
-    def saw(self, saved_bytes: int) -> None:
-        """So much has been saved in one step, so far."""
-        self.forecast.saved_bytes = max(self.forecast.saved_bytes, saved_bytes)
+    def meet_backward(self, case: Case, graph: str) -> None:
+        """A backward is about to run: the step, which may have been an evaluation, is none.
 
-    def _refuse(self, case: Case, *, certainly: bool) -> None:
-        """Raise InfeasibleBudgetError if the budget is too small, as far as can be known."""
+        Raises:
+            InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
+        """
+        is_known = case.is_first or case.memory is not None or case.schedule is not None
+        if self._given is None or is_known or self._keeper.may_start or graph not in case.tables:
+            return
+        beside_bytes = self.forecast.beside_backward_bytes(graph)
+        try:
+            self._refuse(case, certainly=True, beside_bytes=beside_bytes)
+        except InfeasibleBudgetError as error:
+            self.explain(error, "")
+            del case.tables[graph]  # its forward may still be somebody's when a smaller one begins
+            raise
+
+    def saw(self, case: Case, saved_bytes: int) -> None:
+        """So much has been saved in one step of this kind, so far."""
+        self.forecast.saved_bytes = case.saved_bytes = max(case.saved_bytes, saved_bytes)
+
+    def _refuse(
+        self,
+        case: Case,
+        *,
+        certainly: bool,
+        forwards_alone: bool = False,
+        beside_bytes: int | None = None,
+    ) -> None:
+        """Raise InfeasibleBudgetError if the budget is too small, as far as can be known.
+
+        Args:
+            case: the step's kind.
+            certainly: only if measuring would show the same.
+            forwards_alone: a backward may never run.
+            beside_bytes: what the graph that begins takes; None: any of the step's counts.
+        """
+        if forwards_alone:
+            beside_bytes = self.forecast.beside_forwards_bytes
         assert self._given is not None
         moving, rest, given = self._keeper.limit_bytes, self.rest_bytes, ""
         if self._given.percent is not None and case.memory is None:
@@ -171,6 +203,7 @@ class BudgetShares:
             moving_bytes=moving,
             shared_bytes=self._keeper.shared_bytes,
             given=given,
+            beside_bytes=beside_bytes,
         )
 
     def explain(self, error: InfeasibleBudgetError, fault: str) -> None:
@@ -207,7 +240,12 @@ class BudgetShares:
             return self.rest_bytes - case.memory.state_bytes - max(case.memory.workspaces_bytes)
         return self.rest_bytes - self.forecast.other_bytes
 
-    def resident_limits(self, case: Case) -> tuple[int, int, int] | None:
+    def limits(self, case: Case) -> tuple[int, tuple[int, int, int] | None, tuple[int, ...]]:
+        """Those that `Engine.begin_step` takes."""
+        rehearsal_limits = case.rehearsal_limits(self.rest_bytes)
+        return self.safe_limit(case), self._resident_limits(case), rehearsal_limits
+
+    def _resident_limits(self, case: Case) -> tuple[int, int, int] | None:
         """What `keep_under` is told; None until memory is measured."""
         if case.memory is None:
             return None
@@ -219,9 +257,10 @@ class BudgetShares:
         free_bytes = headroom if self._keeper.moves and case.keeps_free else 0
         return budget + case.memory.overhead_bytes, headroom, free_bytes
 
-    def _refresh(self, tables: Iterable[GraphTable]) -> None:
+    def _refresh(self, case: Case) -> None:
+        self.forecast.saved_bytes = case.saved_bytes
         self.forecast.refresh(
-            tables,
+            case.tables.values(),
             update_bytes=self._keeper.update_bytes,
             elsewhere_bytes=self._host_updates.missing_bytes(),
             state_moves=self._keeper.moves,

@@ -10,6 +10,7 @@ from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.session.calibration import Calibration, calibrated, with_durations
 from teraplan.runtime.state.memory.block import Block
 from teraplan.units import format_nbytes
+from teraplan.values.graph_table import GraphTable
 from teraplan.values.hardware import Budgets
 from teraplan.values.plan import Plan
 from teraplan.values.run_record import RunRecord
@@ -59,6 +60,10 @@ class Case:
     """Measurements and plan of one kind of step."""
 
     number: int
+    tables: dict[str, GraphTable] = field(default_factory=dict[str, GraphTable])
+    """Of the graphs that its steps have run, by their names, at the largest sizes."""
+    saved_bytes: int = 0
+    """The most that one of its steps has saved, as far as that was seen."""
     memory: MemoryProfile | None = None
     durations_ns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     schedule: Schedule | None = None
@@ -107,6 +112,11 @@ class Case:
     """By tensor: how it can be computed again, as measured; None if that gave other bits once."""
 
     @property
+    def is_first(self) -> bool:
+        """True if steps of this kind are the first there are; later ones may be evaluations."""
+        return self.number == 0
+
+    @property
     def repeats(self) -> bool:
         """False if this kind of step was different every time it was measured lately."""
         return self.attempts < _MAX_ATTEMPTS
@@ -125,6 +135,14 @@ class Case:
             f"step kind {self.number} was different every time; its next {self.pause_steps} run "
             "without a plan, then it is measured again"
         )
+
+    def meet(self, table: GraphTable) -> bool:
+        """A step runs this graph; true if none has run it before, or at sizes as large."""
+        known = self.tables.get(table.graph)
+        if known is not None and (known is table or known.saved_bytes >= table.saved_bytes):
+            return False
+        self.tables[table.graph] = table
+        return True
 
     def count_pause(self) -> None:
         """A step was not measured. Users may have interrupted those that were."""

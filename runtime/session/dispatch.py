@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from teraplan.runtime.session.session import Session
 
 
+_MAX_SIZES = 256
+"""So many tables of calls with different sizes are kept."""
+
+
 @dataclass(slots=True)
 class _Call:
     """A graph call that is running on this thread."""
@@ -36,6 +40,11 @@ class _Call:
 
 parse_table = functools.lru_cache(maxsize=None)(GraphTable.from_json)
 """Tables are read at every call of their graph."""
+
+
+@functools.lru_cache(maxsize=_MAX_SIZES)
+def _table_at(table: str, sizes: tuple[int, ...]) -> GraphTable:
+    return parse_table(table).at(sizes)
 
 
 class _Running(threading.local):
@@ -68,9 +77,9 @@ def _chain(anchor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=anchor.device)
 
 
-def _enter(anchor: torch.Tensor, table: str) -> torch.Tensor:
+def _enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch.Tensor:
     call = _current()
-    call.table = parse_table(table)
+    call.table = _table_at(table, tuple(sizes))
     state = call.session.engine.training_state
     if state is not None:
         state.arena.user_may_have_run()  # at this graph's first site things may leave

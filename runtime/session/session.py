@@ -10,6 +10,7 @@ differ are different kinds, each planned by itself, and anew where steps no long
 """
 
 import copy
+import functools
 import logging
 import time
 import weakref
@@ -37,6 +38,7 @@ from teraplan.runtime.process import fallbacks
 from teraplan.runtime.session.budget_shares import BudgetShares
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import learn
+from teraplan.runtime.session.peaks import Peaks
 from teraplan.runtime.session.plan_maker import PlanMaker
 from teraplan.runtime.session.report_files import ReportFiles
 from teraplan.runtime.session.status import describe, first_words, status_of
@@ -99,8 +101,7 @@ class Session:
         self._bounds = StepBounds(self.engine)
         self._error: TeraplanError | None = None
         self._fault = ""
-        self._peak_bytes = 0
-        """The most that the process took in steps under the plan in force."""
+        self._peaks = Peaks(device)
         self._compile_recipe = compile_recipe
         self.last_transfers: tuple[TransferRecord, ...] = ()
         """Of the last whole step."""
@@ -175,17 +176,19 @@ class Session:
             if is_new:
                 self._meet(table)
             if self._bounds.at_begin():
-                self._begin_step((table.graph, shapes))
+                self._begin_step(table, shapes)
             elif is_new or self.engine.unplanned:
                 assert self.active is not None and self.engine.recorder is not None
-                self._shares.saw(self.engine.recorder.saved_bytes)
-                if is_new:
+                self._shares.saw(self.active, self.engine.recorder.saved_bytes)
+                if self.active.meet(table):
                     self._shares.meet(self.active, table)
                 self.engine.limit_bytes = self._shares.safe_limit(self.active)
         except InfeasibleBudgetError as error:
             if self._may_start:
                 raise StateHasToMoveError from None
             self._shares.explain(error, self._fault)
+            if self.active is not None:
+                self.active.tables.pop(table.graph, None)
             if all(case.last is None for case in self.cases.values()):  # nothing is measured yet
                 self._start_anew()  # so that a smaller batch may fit
             raise
@@ -210,10 +213,15 @@ class Session:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _begin_step(self, key: CaseKey) -> None:
+    def _begin_step(self, table: GraphTable, shapes: tuple[object, ...]) -> None:
         if self._bounds.end():
             self._finish_step()
+        elif self.engine.recorder is not None:
+            self._peaks.leave_out_what_followed(self.engine.recorder)
+        key = (table.graph, shapes)
         self.active = case = self.cases.setdefault(key, Case(number=len(self.cases)))
+        case.meet(table)
+        self.engine.at_backward = functools.partial(self._shares.meet_backward, case)
         self._plan(case)
         lacks_state = not self._bounds.optimizer_known and self._shares.lacks_state
         self._rehearses = self.keeper.rehearses or lacks_state
@@ -223,15 +231,11 @@ class Session:
             self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
-            tables, is_first = self.tables.values(), self.steps == 0
-            self._shares.divide(case, tables, is_first=is_first, may_start=self._may_start)
+            self._shares.divide(case, is_first=self.steps == 0, may_start=self._may_start)
         if self.steps == 0:
             log.info("%s", first_words(self, self._shares.rest_bytes))
             self.device.has_compiled()
-        limits = self._shares.safe_limit(case), self._shares.resident_limits(case)
-        self.engine.begin_step(
-            recorder, case.schedule, *limits, case.rehearsal_limits(self._shares.rest_bytes)
-        )
+        self.engine.begin_step(recorder, case.schedule, *self._shares.limits(case))
         self._bounds.begin()
 
     def _finish_step(self) -> None:
@@ -239,11 +243,8 @@ class Session:
         if recorder is None or case is None:
             return
         recorder.finish()
-        self._shares.saw(recorder.saved_bytes)
-        beyond_bytes = self.device.peak_bytes() - recorder.peak_bytes
-        if beyond_bytes > 0:  # it was the user's, between two steps
-            self.device.let_go(beyond_bytes)
-            self.device.take_peak()
+        self._shares.saw(case, recorder.saved_bytes)
+        self._peaks.leave_out_what_followed(recorder)
         self.steps += 1
         self.last_transfers, stalls = self.device.take_transfers(), self.device.take_stalls()
         compiled = self._compiles_entered != self._compiles_seen
@@ -281,7 +282,7 @@ class Session:
         assert case.schedule is not None
         engine, moved = self.engine, self.last_transfers
         case.num_diverged = 0
-        self._peak_bytes = max(self._peak_bytes, recorder.peak_bytes)
+        self._peaks.add(recorder)
         if self.device.waits_to_tell and not case.samples_run():
             return
         plan, step = case.schedule.plan, case.schedule.step
@@ -300,7 +301,7 @@ class Session:
             self.device.has_planned(anew=not lesson.only_predicts)
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
-            self._forget_peak()
+            self._peaks.forget()
 
     def _finish_diverged_step(self, case: Case, *, with_new_graphs: bool) -> None:
         """It says nothing of its plan, but that the plan is perhaps for steps of the past."""
@@ -337,7 +338,7 @@ class Session:
         if plan is not None:
             self._follow(case, plan)
             self.device.run_fast()  # with no free memory left over
-            self._forget_peak()
+            self._peaks.forget()
 
     def _meet(self, table: GraphTable) -> None:
         """Take in a graph; one that a replayed plan does not know is an error at once."""
@@ -370,17 +371,7 @@ class Session:
 
     def actual_peak_bytes(self) -> int:
         """The most memory that tensors took in steps under the plan in force; -1 if unknown."""
-        case = self.active
-        if case is None or case.schedule is None or case.memory is None:
-            return -1
-        ended = self.engine.recorder.peak_bytes if self.engine.recorder is not None else 0
-        peak_bytes = max(self._peak_bytes, ended or self.device.peak_bytes())
-        return peak_bytes - case.memory.overhead_bytes
-
-    def _forget_peak(self) -> None:
-        """Another plan comes into force."""
-        self.device.take_peak()
-        self._peak_bytes = 0
+        return self._peaks.of_tensors(self.active, self.engine.recorder)
 
     def fall_back(self, what: str) -> None:
         """`what`, a sentence, is done in the place of something better; see `fallbacks.allow`."""

@@ -44,7 +44,7 @@ def status_of(session: "Session") -> Status:
     """The session as it stands now."""
     case = session.active
     planned = case is not None and case.schedule is not None
-    slots = sum(slot.nbytes for t in session.tables.values() for slot in t.slots)
+    slots = sum(table.saved_bytes for table in session.tables.values())
     left = [item for t in session.tables.values() for item in t.uncovered]
     uncovered = sum(nbytes for _, nbytes, _ in left)
     recorder, host_updates = session.engine.recorder, session.host_updates

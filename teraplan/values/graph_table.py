@@ -6,8 +6,11 @@ this process, and all that is known of the graph is what its ops carry. So this 
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from teraplan.values.graph_sizes import GraphSizes, MemoryOfSizes, most_at, value_at
 
 MIN_SLOT_BYTES = 64 << 10
 """Smaller tensors stay: a transfer of less costs more in calls than it frees in bytes."""
@@ -33,7 +36,6 @@ class Slot:
     layer: str
     """Path of the module that made it, "" if unknown."""
     nbytes: int
-    """Size as traced; another at run time where shapes are dynamic."""
     given: bool = False
     """The graph has not made it: it is, or is part of, one of its inputs."""
     recipe: Recipe | None = None
@@ -70,7 +72,17 @@ class GraphTable:
     """Where large ones are copied, once they are complete, to memory that is accounted for
     elsewhere."""
     sizes_vary: bool = False
-    """Bytes are those of the sizes that were met first."""
+    """In ways that `sizes` do not tell: of these, bytes are of what was met first."""
+    sizes: tuple[int, ...] = ()
+    """Of those that vary from call to call, what they are in the call that bytes are of; as traced
+    in what a graph carries."""
+    of_sizes: GraphSizes | None = None
+    """What bytes are at other sizes, if any vary."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """All saved activations."""
+        return sum(slot.nbytes for slot in self.slots)
 
     @property
     def parameters_bytes(self) -> int:
@@ -84,15 +96,37 @@ class GraphTable:
             gradients_bytes: of all gradients that the step makes, those of other graphs included.
             state_moves: large gradients do, and `gradients_bytes` is of the others.
         """
+        backward_bytes = self.beside_backward_bytes(gradients_bytes, state_moves=state_moves)
+        return max(self.forward.least_bytes, backward_bytes)
+
+    def beside_backward_bytes(self, gradients_bytes: int, *, state_moves: bool) -> int:
+        """The same of the graph's backward alone."""
         backward = self._backward(state_moves)
         others = max(0, gradients_bytes - backward.gradients_bytes)
-        return max(self.forward.least_bytes, others + backward.least_bytes)
+        return others + backward.least_bytes
 
     def resident_bytes(self, gradients_bytes: int, *, state_moves: bool) -> int:
         """The same but for the saved activations that the graph brings back."""
         backward = self._backward(state_moves)
         others = max(0, gradients_bytes - backward.gradients_bytes)
         return max(self.forward.workspace_bytes, others + backward.workspace_bytes)
+
+    def at(self, sizes: Sequence[int]) -> "GraphTable":
+        """The table of a call with these sizes."""
+        found = self.of_sizes
+        if found is None or tuple(sizes) == self.sizes:
+            return self
+        slots = zip(self.slots, found.slots, strict=True)
+        return dataclasses.replace(
+            self,
+            sizes=tuple(sizes),
+            slots=tuple(
+                dataclasses.replace(slot, nbytes=value_at(nbytes, sizes)) for slot, nbytes in slots
+            ),
+            forward=_memory_at(self.forward, found.forward, sizes),
+            backward=_memory_at(self.backward, found.backward, sizes),
+            backward_of_moving=_memory_at(self.backward_of_moving, found.backward_of_moving, sizes),
+        )
 
     def _backward(self, state_moves: bool) -> GraphMemory:
         return self.backward_of_moving if state_moves else self.backward
@@ -109,7 +143,18 @@ class GraphTable:
         data["uncovered"] = tuple((name, nbytes, why) for name, nbytes, why in data["uncovered"])
         for key in ("forward", "backward", "backward_of_moving"):
             data[key] = GraphMemory(**data[key])
+        data["sizes"] = tuple(data["sizes"])
+        if data["of_sizes"] is not None:
+            data["of_sizes"] = GraphSizes.from_data(data["of_sizes"])
         return cls(**data)
+
+
+def _memory_at(memory: GraphMemory, of_sizes: MemoryOfSizes, sizes: Sequence[int]) -> GraphMemory:
+    return dataclasses.replace(
+        memory,
+        workspace_bytes=most_at(of_sizes.workspace, sizes),
+        least_bytes=most_at(of_sizes.least, sizes),
+    )
 
 
 def _slot(data: dict[str, Any]) -> Slot:

@@ -219,20 +219,25 @@ def _off_plan(found: Run) -> list[int]:
     return [sum(text in what for what in status.fallbacks) for status in found.statuses]
 
 
-def in_batches_of(*rows: int, dynamic: bool | None = None) -> Program:
-    """Steps with so many rows; those that are refused are left out."""
+def in_batches_of(
+    *rows: int, dynamic: bool | None = None, refused: list[str] | None = None
+) -> Program:
+    """Steps with so many rows; of those that are refused, it is only noted when they were."""
 
     def program(this: Run) -> None:
         net = MLP(width=128, depth=4)
         this.compile(net, dynamic=dynamic)
         optimizer = adamw(net.parameters())
         for num_rows in rows:
-            net.rows = num_rows
+            net.rows, now = num_rows, "forward"
             try:
                 loss = net(*net.batch(len(this.recorded)))
+                now = "backward"
+                torch.autograd.backward(loss)
             except InfeasibleBudgetError:
+                if refused is not None:
+                    refused.append(now)
                 continue
-            torch.autograd.backward(loss)
             optimizer.step()
             this.record(loss, net, others=states(optimizer))
             optimizer.zero_grad()
@@ -249,11 +254,20 @@ def test_a_smaller_batch_trains_after_a_refusal() -> None:
     assert_same(run(in_batches_of(*[small] * 4), device_budget=UNLIMITED), limited)
 
 
-def test_a_smaller_batch_trains_after_a_larger_one_was_refused_later() -> None:
-    """With a graph for each size: one for all is judged by the size that it was compiled with."""
+@pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "by itself", "symbolic"])
+@pytest.mark.parametrize(("budget_bytes", "when"), [(4 << 20, "forward"), (24 << 20, "backward")])
+def test_a_larger_batch_is_refused_before_it_goes_over(
+    dynamic: bool | None, budget_bytes: int, when: str
+) -> None:
+    """Whether each size has a graph, or all have one; and smaller ones go on training.
+
+    Where the forward fits, it may be an evaluation.
+    """
     large, small = 16384, 64
-    rows = *[small] * 4, *[large] * 2, *[small] * 2
-    program = in_batches_of(*rows, dynamic=False)
-    limited = run(program, device_budget=budget_beside_others(4 << 20))
-    assert len(limited.recorded) == 6
-    assert_same(run(in_batches_of(*[small] * 6, dynamic=False), device_budget=UNLIMITED), limited)
+    rows, refused = (*[small] * 4, *[large] * 2, *[small] * 2), list[str]()
+    program = in_batches_of(*rows, dynamic=dynamic, refused=refused)
+    budget = budget_beside_others(budget_bytes)
+    limited = run(program, device_budget=budget, training_state="stays")
+    assert refused == [when] * 2
+    small_ones = in_batches_of(*[small] * 6, dynamic=dynamic)
+    assert_same(run(small_ones, device_budget=UNLIMITED), limited)

@@ -11,7 +11,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
 
 
-def _symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+def symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    """A size that varies."""
     source = ConstantSource(name)
     symbol = env.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC)
     result = env.create_symintnode(symbol, hint=hint, source=source)
@@ -24,7 +25,7 @@ class _Sizes:
 
     def __init__(self) -> None:
         env = ShapeEnv()
-        self.a, self.b = _symbol(env, "a", 7), _symbol(env, "b", 11)
+        self.a, self.b = symbol(env, "a", 7), symbol(env, "b", 11)
         self.graph = fx.Graph()
 
     def given(self, *values: torch.SymInt) -> SizeNodes:

@@ -1,5 +1,7 @@
 """Bytes of intermediates alive at once, counted by hand."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import fx
@@ -8,11 +10,26 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from teraplan import ops
+from teraplan.passes import workspace
 from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.inlining import inlined_nodes
-from teraplan.passes.workspace import memory_of, nbytes_of, workspace_nbytes
+from teraplan.passes.size_polynomials import SizePolynomials
+from teraplan.passes.workspace import nbytes_of, workspace_nbytes
+from teraplan.values.graph_sizes import most_at
+from teraplan.values.graph_table import GraphMemory
 
 KIB = 1024
+
+
+def memory_of(
+    graph: fx.Graph, *, fused: bool, saved: Mapping[int, fx.Node], state_moves: bool = False
+) -> GraphMemory:
+    """Of a graph whose sizes are fixed."""
+    found = workspace.memory_of(
+        graph, sizes=SizePolynomials({}), fused=fused, saved=saved, state_moves=state_moves
+    )
+    least_bytes = most_at(found.least, ())
+    return GraphMemory(workspace_bytes=most_at(found.workspace, ()), least_bytes=least_bytes)
 
 
 def _traced(function: object, *shapes: tuple[int, ...]) -> fx.Graph:
