@@ -87,7 +87,7 @@ def test_links_and_pipes_stay_what_they_are(files: Files) -> None:
     assert pipe.is_fifo()
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -111,6 +111,7 @@ def test_the_answer_is_the_same_if_nobody_reads_it(
     assert (done.returncode, done.stderr) == (code, b"")
 
 
+@pytest.mark.slow
 def test_nobody_listens(files: Files) -> None:
     """Standard output is closed, or its disk is full."""
     closed = f"import os, sys; os.close(1); sys.stdout = None; {_main_of(files)}"

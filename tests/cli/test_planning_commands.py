@@ -145,6 +145,7 @@ def test_twice_the_ssds_hold_twice_as_much(trace: str, tmp_path: Path, capsys: C
     assert changes["twice the SSDs"] is not None
 
 
+@pytest.mark.slow
 def test_policies_rules_and_candidates(trace: str, tmp_path: Path, capsys: Captured) -> None:
     rules, first, second = (tmp_path / name for name in ("r.json", "1.json", "2.json"))
     rules.write_text('{"blocks.*": "storage"}')
@@ -303,6 +304,7 @@ def test_a_step_with_nothing_in_it(command: str, tmp_path: Path, capsys: Capture
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_split_leaves_tensors_whole(trace: str, tmp_path: Path, capsys: Captured) -> None:
     machine, plan = tmp_path / "m.json", tmp_path / "p.json"
     assert main(["hardware", "rtx-4090:ssd=2", "-o", str(machine)]) == 0

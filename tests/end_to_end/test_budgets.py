@@ -222,6 +222,7 @@ def test_sizes_that_vary_and_state_that_starts_to_move() -> None:
     assert_same(reference, limited)
 
 
+@pytest.mark.slow
 def test_percent_of_the_peak_let_no_state_move() -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
         run(training_gpt(4), device_budget="30%")
@@ -332,6 +333,7 @@ def test_what_sgd_makes_on_the_way_is_not_taken_to_be_as_much_as_of_adamw() -> N
     assert_same(reference, limited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True])
 def test_a_refusal_names_tensors_that_something_else_has_where_there_are_some(held: bool) -> None:
     """Small parameters stay, too, and nothing can be done about these."""
@@ -373,6 +375,7 @@ class WithTables(MLP):
         return super().forward(x + torch.stack([table(rows) for table in self.tables]).sum(0))
 
 
+@pytest.mark.slow
 def test_what_is_frozen_has_no_gradient_and_no_state_that_would_need_room() -> None:
     program = moving.training(adamw, make_model=lambda: WithTables(1), steps=4)
     reference = within(program, UNLIMITED)
@@ -380,6 +383,7 @@ def test_what_is_frozen_has_no_gradient_and_no_state_that_would_need_room() -> N
     assert moves()
 
 
+@pytest.mark.slow
 def test_what_a_graph_uses_at_once_has_to_have_room_from_the_beginning() -> None:
     program = moving.training(adamw, make_model=lambda: WithTables(3), steps=4)
     with pytest.raises(InfeasibleBudgetError, match="what the graphs have at once") as refused:

@@ -53,6 +53,7 @@ def compare(program: Program, tiers: str) -> None:
         assert used == {"storage"}
 
 
+@pytest.mark.slow
 def test_gpt(tiers: str) -> None:
     program = training(lambda: gpt.build(GPT), lambda step: gpt.batch(GPT, 8, step), steps=9)
     compare(program, tiers)
@@ -140,6 +141,7 @@ def test_updates_on_the_host_under_a_tight_budget() -> None:
     assert limited.final.host_updates > 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_much_host_memory")
 def test_rates_decide_what_the_host_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """With places of equal speed half of the bytes; measured once there is state."""

@@ -41,6 +41,7 @@ def check(
     return limited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernels", by_cost(["aot_eager", "inductor"], quick=["aot_eager"], rare=["inductor"])
 )
@@ -149,6 +150,7 @@ def test_updates_in_the_backward_are_not_done() -> None:
     assert any("parameters are updated in the step" in text for text in limited.final.fallbacks)
 
 
+@pytest.mark.slow
 def test_what_is_kept_after_the_session_has_its_bits() -> None:
     kept: list[tuple[Tensor, Tensor]] = []
 

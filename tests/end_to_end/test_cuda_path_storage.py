@@ -80,6 +80,7 @@ def check(program: Program, *, budget: int = moving.BUDGET, **options: object) -
     return limited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_optimizer_state_goes_to_storage_under_a_plan(kernels: str) -> None:
     check(training(adamw), kernels=kernels)
@@ -119,6 +120,7 @@ def test_saved_and_loaded_between_steps() -> None:
     check(training(adamw, between=between, steps=8))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_stored")
 def test_what_nobody_can_read_says_so() -> None:
     hidden: list[str] = []
@@ -218,6 +220,7 @@ def test_a_write_that_fails_loses_nothing() -> None:
     assert limited.recorded == plain.recorded[: len(limited.recorded)]
 
 
+@pytest.mark.slow
 def test_encrypted_it_stays_on_the_host(little_host_memory: Callable[[int], None]) -> None:
     little_host_memory(64 << 20)
     pytest.importorskip("cryptography")

@@ -41,6 +41,7 @@ def _batch(rows: int, time: int, seed: int) -> Tensor:
     return torch.randn(rows, time, 32, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

@@ -39,6 +39,7 @@ def test_all_are_there_once_there_is_state() -> None:
     assert found.statuses[-1].graphs == found.statuses[0].graphs, "nothing is compiled again"
 
 
+@pytest.mark.slow
 def test_the_last_of_several_backwards_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     copy_out = PlainLane.out
@@ -104,6 +105,7 @@ CHANGES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_since_goes_again(change: Change) -> None:
     def step_of(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -71,12 +72,14 @@ def test_the_first_step_makes_its_state_in_buckets() -> None:
     assert seen == [("before", True), ("closure", True), ("after", False)] * 2 * STEPS
 
 
+@pytest.mark.slow
 def test_state_of_an_optimizer_that_may_do_something_before_moves_after_the_first_step() -> None:
     found: list[int] = []
     check(closing(ClosingLion, [], at_forward=lambda _: found.append(in_arena("momentum"))))
     assert found == [0] * STEPS + [0] + [DEPTH] * (STEPS - 1)
 
 
+@pytest.mark.slow
 def test_one_that_calls_it_again_gets_other_results() -> None:
     """As long as the training state stays."""
     calls: Seen = []

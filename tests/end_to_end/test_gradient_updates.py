@@ -64,6 +64,7 @@ def test_optimizers(name: str) -> None:
     assert last.diverged_steps == 0
 
 
+@pytest.mark.slow
 def test_gradients_are_in_no_plan_and_updates_are_in_the_backward() -> None:
     run_moving(looping(), BUDGET, update="gradient")
     (session,) = [s for s in sessions() if s.keeper.state is not None]

@@ -116,6 +116,7 @@ def test_an_interrupt_while_waiting_for_the_host(monkeypatch: pytest.MonkeyPatch
         signal.signal(signal.SIGINT, handler)
 
 
+@pytest.mark.slow
 def test_a_thread_that_hangs_or_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = threading.Event()
 
@@ -149,6 +150,7 @@ def test_a_small_host_budget_takes_fewer() -> None:
     assert any("raise host_budget" in text for text in final.fallbacks)
 
 
+@pytest.mark.slow
 def test_no_host_budget() -> None:
     """On a CPU there is none unless it is given."""
     program = training(adamw)

@@ -83,6 +83,7 @@ def test_more_optimizers(name: str) -> None:
     check(training(MORE[name]))
 
 
+@pytest.mark.slow
 def test_all_but_the_smallest_on_the_host() -> None:
     found = check(training(adamw, accumulate=2, clip=0.01), share=1.0, updates=6)
     assert found.statuses[-1].host_state_bytes == 6 * 2 * 192 * 192 * 4
@@ -309,6 +310,7 @@ def test_saved_loaded_copied_and_detached() -> None:
     ] * 2
 
 
+@pytest.mark.slow
 def test_one_that_looks_at_all_gradients_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"Clipping does not update each .* teraplan.detach"):
         hosted(training(Clipping))
@@ -376,6 +378,7 @@ def test_what_copies_would_not_become_stays_on_the_device() -> None:
         assert found.statuses[-1].host_state_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])
 def test_beside_a_training_state_that_moves(name: str) -> None:
     """What is updated on the host has its state there; its value and gradient move as others do."""

@@ -59,6 +59,7 @@ def test_where_one_step_ends_and_the_next_begins(begin: Callable[..., None]) -> 
     assert interrupted.final.phase == "planned"
 
 
+@pytest.mark.slow
 def test_a_backward_whose_traceback_is_kept() -> None:
     """As notebooks keep it, and with it the graph, whose saved activations are in use for good."""
     done = Engine.done.__wrapped__.__code__  # type: ignore[attr-defined]

@@ -91,6 +91,7 @@ QUICK_AT_STEP = ("clip_grad_norm_",)
 RARE_AT_STEP = ("clamp of data", "clipping that changes nothing", "a scale of 1", "dropped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_cost(AT_STEP, quick=QUICK_AT_STEP, rare=RARE_AT_STEP))
 def test_what_needs_gradients_updates_at_the_step_and_says_so(name: str) -> None:
     step_of, reason = AT_STEP[name]

@@ -85,6 +85,7 @@ def _loss(parameters: Mapping[str, torch.Tensor], net: nn.Module, x: torch.Tenso
     return result.square().mean()
 
 
+@pytest.mark.slow
 def test_gradients_taken_within_a_graph_are_told_of() -> None:
     """There is one graph then, from which nothing leaves."""
     net, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.ones(4, 8)

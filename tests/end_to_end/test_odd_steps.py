@@ -132,6 +132,7 @@ def test_a_loss_that_is_kept_merges_no_steps() -> None:
     assert limited.final.phase == "planned"
 
 
+@pytest.mark.slow
 def test_a_forward_that_waits_for_another_optimizer_stays_in_its_step() -> None:
     """As in a GAN: its backward comes after the other optimizer's step."""
 

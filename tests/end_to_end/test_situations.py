@@ -217,6 +217,7 @@ class _Decomposed(MLP):
         return loss
 
 
+@pytest.mark.slow
 def test_ops_with_effects() -> None:
     """Their tokens are inputs of the graph that are None when it runs."""
     check(training(_Decomposed, MLP().batch))

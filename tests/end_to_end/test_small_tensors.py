@@ -43,6 +43,7 @@ def test_bits(make: moving.Optimizers, num_states: int, budget: int) -> None:
     assert state.arena.log.traffic.written_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_replayed_plan_says_what_moves_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_gradients_of_several_batches(set_to_none: bool) -> None:
     check(training(adamw, accumulate=3, clip=0.01, set_to_none=set_to_none))
 
 
+@pytest.mark.slow
 def test_updates_at_the_gradients() -> None:
     last = updating_early.compared(updating_early.looping(), moving.BUDGET)
     assert last.updates_in_backward == moving.DEPTH
@@ -134,6 +136,7 @@ def test_small_ones_beside_large_ones(nbytes: int, monkeypatch: pytest.MonkeyPat
     assert max(block.num_tensors for block in moving.moving().arena.blocks) > 1
 
 
+@pytest.mark.slow
 def test_steps_end_where_all_that_is_trained_is_too_small_to_move() -> None:
     def biases() -> MLP:
         net = model()

@@ -29,6 +29,7 @@ from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run
 # -- updates ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_update_of_the_user_s_own_ends_a_step() -> None:
     """Without an optimizer nothing says so: what a step moves was 0, and nothing came ahead."""
 
@@ -67,6 +68,7 @@ def test_clip_grad_value() -> None:
     check(looping(step))
 
 
+@pytest.mark.slow
 def test_clipping_in_a_closure() -> None:
     """The gradients change between the last graph and the first bucket, while they leave."""
 

@@ -81,6 +81,7 @@ def test_what_code_between_steps_leaves_in_the_heap_is_given_back() -> None:
     assert 0 < max(s.actual_peak_bytes for s in this.statuses) < 100 << 20
 
 
+@pytest.mark.slow
 def test_a_step_that_begins_with_a_new_graph_is_not_measured() -> None:
     """Its backward is compiled in it, which takes memory that later steps do not."""
     measured: list[bool] = []

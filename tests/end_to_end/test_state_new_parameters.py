@@ -58,6 +58,7 @@ def test_a_view_from_before_the_first_step_stays_one() -> None:
     check(training(adamw, make_model=make_model, between=between))
 
 
+@pytest.mark.slow
 def test_a_parameter_that_has_others_within_it_stays() -> None:
     """As those of FSDP: there is no memory to ask for."""
 

@@ -61,6 +61,7 @@ class Replacing(Lion):
             p.data = p.data.clone()
 
 
+@pytest.mark.slow
 def test_parameters_that_a_step_gives_other_memory_go_on_moving() -> None:
     state = check(training(Replacing), budget=LESS)
     assert sum("parameter" in block.label for block in state.arena.blocks) == DEPTH
@@ -171,6 +172,7 @@ class Scheduled(Lion):
         super().step()
 
 
+@pytest.mark.slow
 def test_a_step_with_objects_that_may_count_runs_as_a_whole() -> None:
     program = training(Scheduled)
     limited = run_moving(program, LESS)
@@ -367,6 +369,7 @@ def test_lbfgs_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     check(_lbfgs(teraplan.detach), budget=16 << 20)
 
 
+@pytest.mark.slow
 def test_attached_and_detached_between_steps() -> None:
     """The state that an optimizer has moves when it is attached, and stays away afterwards."""
     moved: list[bool] = []

@@ -27,6 +27,7 @@ def test_a_state_dict_that_is_loaded_again_and_again() -> None:
     check(training(adamw, between=between))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_view", [False, True])
 def test_state_from_before_it_moves(as_view: bool) -> None:
     """Read and written by the program after each step; as a view, it keeps that from moving."""

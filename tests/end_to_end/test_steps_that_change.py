@@ -98,6 +98,7 @@ THAWED = {
 """The step, whether one graph has all, and where the training state is."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "which",
     by_cost(
@@ -167,6 +168,7 @@ CHANGED = {
 """The rest of the step, how many steps leave their plan, and whether the training state moves."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "which",
     by_cost(CHANGED, quick=["known graphs, activations"], rare=["new graphs, activations"]),
@@ -254,7 +256,14 @@ def test_a_smaller_batch_trains_after_a_refusal() -> None:
     assert_same(run(in_batches_of(*[small] * 4), device_budget=UNLIMITED), limited)
 
 
-@pytest.mark.parametrize("dynamic", [False, None, True], ids=["static", "by itself", "symbolic"])
+@pytest.mark.parametrize(
+    "dynamic",
+    [
+        pytest.param(False, id="static", marks=pytest.mark.slow),
+        pytest.param(None, id="by itself"),
+        pytest.param(True, id="symbolic", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(("budget_bytes", "when"), [(4 << 20, "forward"), (24 << 20, "backward")])
 def test_a_larger_batch_is_refused_before_it_goes_over(
     dynamic: bool | None, budget_bytes: int, when: str

@@ -16,6 +16,8 @@ from teraplan.values.hardware import Tier
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 from tests.fakes.faulty_calls import Fault, injected
 
+pytestmark = pytest.mark.slow
+
 FOREVER = 10**9
 ONE_FAILS = 2
 """So many failing calls in a row of one worker: its second try fails, too."""

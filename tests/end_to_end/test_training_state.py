@@ -102,6 +102,7 @@ def test_graphs_that_save_nothing_that_moves() -> None:
     assert state.last_step.read_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_model_from_the_meta_device() -> None:
     """The same random numbers give the same model, and it has never been whole in memory."""
     state = check(from_meta)
@@ -259,6 +260,7 @@ def test_what_users_do_between_steps() -> None:
     check(training(adamw, between=between), budget=7 << 19)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_copies() -> None:
     """What is saved is what plain PyTorch saves, and loads there; loading works in place."""
     saved: list[bytes] = []
@@ -317,6 +319,7 @@ def test_tensors_stay_readable_when_everything_is_over() -> None:
     assert arena.held_bytes == 0
 
 
+@pytest.mark.slow
 def test_where_it_is_not_implemented_it_stays_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -362,6 +365,7 @@ class OneTable(MLP):
         return super().forward(x @ self.table.t() @ self.table)
 
 
+@pytest.mark.slow
 def test_an_update_is_named_what_its_optimizer_takes() -> None:
     """The parameter, its gradient and its state: with momentum one tensor less than with AdamW."""
     table_bytes = 16384 * 64 * 4

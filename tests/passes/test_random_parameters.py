@@ -149,6 +149,7 @@ def check(seed: int, *, peak: bool = True) -> None:
     torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 def test_ops_around_parameters_keep_their_place(seed: int) -> None:
     check(seed)

@@ -45,7 +45,7 @@ def traced(function: Callable[..., Tensor], batch: int, time: int) -> tuple[Grap
     return table, enter.args[2]
 
 
-@pytest.mark.parametrize("function", [attention, halved])
+@pytest.mark.parametrize("function", [pytest.param(attention, marks=pytest.mark.slow), halved])
 def test_a_table_at_other_sizes_is_the_one_that_is_traced_with_them(
     function: Callable[..., Tensor],
 ) -> None:
@@ -60,6 +60,7 @@ def test_a_table_at_other_sizes_is_the_one_that_is_traced_with_them(
     assert GraphTable.from_json(first.to_json()) == first
 
 
+@pytest.mark.slow
 def test_small_ones_that_may_grow_have_ops() -> None:
     """What is traced with a small batch is run with large ones."""
     small, _ = traced(attention, 4, 20)

@@ -347,6 +347,7 @@ def test_a_candidate_with_host_updates_counts_where_there_are_cores() -> None:
     assert not make_plan(trace, alone, budgets(limit), "lru", candidates=[ours]).host_updates
 
 
+@pytest.mark.slow
 def test_files_keep_updates(tmp_path: Path) -> None:
     plan = planned()
     path = tmp_path / "plan.json"

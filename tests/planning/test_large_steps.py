@@ -131,6 +131,7 @@ def test_beside_updates_on_the_host_two_lower_budgets_are_tried(
     assert len(beside) == 3 * len(steps)
 
 
+@pytest.mark.slow
 def test_plans_of_coarse_steps_hold_beside_updates_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

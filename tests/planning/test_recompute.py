@@ -212,6 +212,7 @@ def test_one_that_is_needed_at_the_very_end_takes_nothing() -> None:
     assert list(_that_fit(trace, [GELU], 0)) == [GELU]
 
 
+@pytest.mark.slow
 def test_what_no_site_needs_is_not_computed_again(tmp_path: Path) -> None:
     trace = with_recipes()
     tensor, end = trace.tensors[GELU], len(trace.sites)

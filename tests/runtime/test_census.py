@@ -58,6 +58,7 @@ def test_what_a_program_has_frozen_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert any(one is optimizer for one in found)
 
 
+@pytest.mark.slow
 def test_other_threads_are_not_disturbed() -> None:
     """Nobody else may hold a tuple that is being filled, or CPython raises a SystemError."""
     errors: list[SystemError] = []

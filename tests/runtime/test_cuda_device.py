@@ -353,7 +353,9 @@ def test_closing_with_everything_under_way() -> None:
         copy.drop()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 6))]
+)
 def test_any_order_ends_with_the_right_bytes(seed: int) -> None:
     """Little memory, random sizes, tiers and drops; a dead-lock would be a DeadlineError."""
     choose = random.Random(seed)

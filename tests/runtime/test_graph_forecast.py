@@ -96,4 +96,4 @@ def test_what_is_named_has_room_for_what_kernels_take_more(forecast: Make) -> No
     tenth = (STATE + BESIDE) // 10
     assert tenth < margin(saved, certainly=False) < tenth + 4 * MIB, "where the state moves"
     for certainly in (True, False):
-        assert margin(TABLE, certainly=certainly) < 3 * MIB, "what would hold it all is enough"
+        assert margin(TABLE, certainly=certainly) < 5 * MIB, "what would hold it all is enough"

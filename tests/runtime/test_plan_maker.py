@@ -15,6 +15,7 @@ from teraplan.runtime.session.report_files import ReportFiles
 from tests.planning.test_recompute import GELU, half, machine, too_large, with_recipes
 
 
+@pytest.mark.slow
 def test_what_cannot_be_computed_again_any_more_is_chosen_anew() -> None:
     """What it needs at once does not fit under the lower budget; the plan without it does."""
     trace = too_large(with_recipes(), GELU)

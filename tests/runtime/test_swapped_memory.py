@@ -383,7 +383,9 @@ def test_after_its_update_a_gradient_may_go_to_storage(short_of_host: World) -> 
 
 
 @pytest.mark.parametrize("way", ["host", "staged", "direct"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 8))]
+)
 def test_any_order_of_uses_and_writes(seed: int, way: str) -> None:
     """What a kernel finds is always what was written there last, wherever it was then."""
     host_bytes = 64 * NBYTES + (0 if way == "direct" else STAGING)

@@ -81,6 +81,7 @@ def _round_trip(storage: Storage, source: Bytes, landing: Bytes) -> None:
             storage.drop(record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_stores", "nbytes", "stride"),
     [(1, 64 * 1024, 1), pytest.param(2, 9 * MIB, 7, marks=pytest.mark.slow)],

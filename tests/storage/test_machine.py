@@ -161,6 +161,7 @@ def test_the_probe_survives_whatever_kvikio_does(
     assert not (hangs and found.why_no_host), "what took too long is tried again"
 
 
+@pytest.mark.slow
 def test_gds_has_time_for_torch_and_cuda(
     disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
