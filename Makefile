@@ -18,7 +18,7 @@ help:  ## list these targets
 demo: $(STAMP)  ## train a small GPT with unlimited and with little memory, and compare (10 minutes)
 	@$(BIN)/python -m bench.demo
 
-test: $(STAMP)  ## the quick tests; needs no GPU (3 to 5 minutes)
+test: $(STAMP)  ## the quick tests; needs no GPU (about 3 minutes)
 	@$(PYTEST) --durations=10 -m "not slow and not gpu and not exhaustive"
 
 test-all: $(STAMP)  ## every test that this machine can run
