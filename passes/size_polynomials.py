@@ -1,6 +1,6 @@
 """Bytes of a graph's tensors as polynomials in the sizes that vary from call to call."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,16 @@ from teraplan.values.graph_sizes import Monomial, Polynomial
 class SizePolynomials:
     """Of a forward graph and its backward, in sizes that follow from the forward's inputs."""
 
-    def __init__(self, values: Mapping[Any, int]) -> None:
+    def __init__(
+        self, values: Mapping[Any, int], can_compute: Callable[[Any], bool] = lambda _: True
+    ) -> None:
         """Polynomials without a size yet.
 
         Args:
             values: of the sizes that the forward is given, when it was traced.
+            can_compute: of an expression of these, whether the forward can be given it.
         """
-        self._values = values
+        self._values, self._can_compute = values, can_compute
         self.sizes: dict[sympy.Expr, int] = {}
         """Number of each size, or expression of some, that polynomials are in."""
         self.all_known = True
@@ -53,7 +56,8 @@ class SizePolynomials:
         return tuple((fixed * c, m) for c, m in self._factors[varying] if fixed)
 
     def _is_known(self, expr: sympy.Expr) -> bool:
-        return all(symbol in self._values for symbol in expr.free_symbols)
+        known = all(symbol in self._values for symbol in expr.free_symbols)
+        return known and self._can_compute(expr)
 
     def polynomial(self, expr: sympy.Expr) -> Polynomial:
         """An expression of sizes that are known."""

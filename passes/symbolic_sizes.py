@@ -22,6 +22,7 @@ class SizeNodes:
         self._graph = graph
         self._tracer = GraphAppendingTracer(graph)
         self._symbols: dict[sympy.Expr, fx.Node] = {}
+        self._computable: dict[sympy.Expr, bool] = {}
         for node in graph.nodes:
             value = node.meta.get("val")
             if node.op == "placeholder" and isinstance(value, torch.SymInt):
@@ -47,11 +48,32 @@ class SizeNodes:
     def check(self, sizes: Iterable[Any]) -> None:
         """Raise UnknownSymbolError if `nodes` would; inserts nothing."""
         for size in sizes:
-            if isinstance(size, torch.SymInt):
-                expr = size.node.expr
-                missing = expr.free_symbols - set(self._symbols)
-                if missing and expr not in self._symbols:
-                    raise UnknownSymbolError(", ".join(sorted(map(str, missing))))
+            if not isinstance(size, torch.SymInt):
+                continue
+            expr = size.node.expr
+            missing = expr.free_symbols - set(self._symbols)
+            if missing and expr not in self._symbols:
+                raise UnknownSymbolError(", ".join(sorted(map(str, missing))))
+            if not self.can_compute(expr):
+                raise UnknownSymbolError(str(expr))
+
+    def can_compute(self, expr: Any) -> bool:
+        """True if a graph has operations for an expression of placeholders: none has for some that
+        go through numbers that are not whole (`int(size * 0.7)`)."""
+        if expr in self._symbols or not expr.args:
+            return True
+        if expr not in self._computable:
+            trial = fx.Graph()
+            for symbol in expr.free_symbols:
+                node = self._symbols[symbol]
+                trial.placeholder(node.name).meta["val"] = node.meta["val"]
+            try:
+                SizeNodes(trial)._expression(expr)
+            except Exception:  # noqa: BLE001 of no one kind: these are functions of torch's
+                self._computable[expr] = False
+            else:
+                self._computable[expr] = True
+        return self._computable[expr]
 
     def _node(self, size: Any) -> Any:
         return self._expression(size.node.expr) if isinstance(size, torch.SymInt) else size

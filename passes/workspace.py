@@ -84,7 +84,7 @@ def with_memory(
     saves = forward.find_nodes(op="call_function", target=ops.save)
     saved = {save.args[2]: base_of(save.args[0]) for save in saves}
     nodes = SizeNodes(forward)
-    sizes = SizePolynomials(nodes.values())
+    sizes = SizePolynomials(nodes.values(), nodes.can_compute)
     at_once = functools.partial(memory_of, sizes=sizes, fused=fused)
     of_sizes = GraphSizes(
         slots=tuple(

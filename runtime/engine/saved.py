@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from teraplan.errors import UnsupportedError
 from teraplan.runtime.device import Arrival, Copy
+from teraplan.values.graph_table import MIN_SLOT_BYTES
 
 if TYPE_CHECKING:
     from teraplan.runtime.engine.recompute import Remake
@@ -114,11 +115,12 @@ class View:
 def is_movable(x: torch.Tensor, storage: torch.UntypedStorage, *, given: bool) -> bool:
     """False if moving the storage is of no use or not possible.
 
-    A graph's input may be a small part of something larger that the user holds, a batch of a data
-    set: that must not travel. And memory that is not the allocator's may begin at any address, so
-    that it would not be aligned for its type where it comes back to.
+    Where sizes vary, it may be too small in this call. A graph's input may be a small part of
+    something larger that the user holds, a batch of a data set: that must not travel. And memory
+    that is not the allocator's may begin at any address, so that it would not be aligned for its
+    type where it comes back to.
     """
-    if storage.data_ptr() % _LARGEST_ITEM_BYTES:
+    if storage.nbytes() < MIN_SLOT_BYTES or storage.data_ptr() % _LARGEST_ITEM_BYTES:
         return False
     if not given or x.numel() == 0:
         return True

@@ -63,6 +63,51 @@ def test_products_of_symbols(sizes: list[tuple[int, int]]) -> None:
     assert len(left) >= 4 * 2 * len(sizes)
 
 
+class _Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.interpolate(self.conv(x).relu(), scale_factor=0.7)
+        return x.tanh().square().mean()
+
+
+def test_sizes_that_go_through_numbers_that_are_not_whole() -> None:
+    """No graph can compute them: what has such a size stays, and the rest moves."""
+    torch.manual_seed(0)
+    model = _Scaling()
+    options: Any = {"device_budget": UNLIMITED, "kernels": "aot_eager"}
+    step = torch.compile(model, backend="teraplan", options=options, dynamic=True)
+    with everything_leaves() as left:
+        for size in (64, 96):
+            x = torch.randn(2, 4, size, size + 8)
+            got = torch.autograd.grad(step(x), list(model.parameters()))
+            assert bits(got) == bits(torch.autograd.grad(model(x), list(model.parameters())))
+    assert left
+    (session,) = backend.sessions()
+    assert any(
+        "TruncToInt" in why for table in session.tables.values() for *_, why in table.uncovered
+    )
+
+
+def test_what_is_too_small_in_one_call_leaves_in_another() -> None:
+    """Of one graph, compiled with a small batch."""
+    torch.manual_seed(0)
+    model = _Flattening()
+    options: Any = {"device_budget": UNLIMITED, "kernels": "aot_eager"}
+    step = torch.compile(model, backend="teraplan", options=options, dynamic=True)
+    numbers = list[int]()
+    with everything_leaves() as left:
+        for rows, time in ((8, 20), (32, 40), (10, 16)):
+            torch.autograd.backward(step(_batch(rows, time, seed=0)))
+            numbers.append(len(left))
+    (session,) = backend.sessions()
+    assert len(session.tables) == 1
+    assert numbers[0] == 0
+    assert numbers[2] == numbers[1] >= 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, False], ids=["symbolic", "recompiled"])
 def test_a_plan_for_each_size_used_again(dynamic: bool) -> None:

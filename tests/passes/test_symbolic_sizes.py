@@ -75,6 +75,18 @@ def test_unknown_symbols_are_named() -> None:
     assert len(sizes.graph.nodes) == 1, "a check inserts nothing"
 
 
+def test_what_goes_through_numbers_that_are_not_whole_is_named() -> None:
+    """Nothing of it is left in the graph. `F.interpolate` makes such sizes."""
+    sizes = _Sizes()
+    nodes = sizes.given(sizes.a)
+    scaled = torch.sym_int(torch.sym_float(sizes.a) * 0.7)
+    with pytest.raises(UnknownSymbolError, match="TruncToInt"):
+        nodes.check([sizes.a, scaled])
+    assert not nodes.can_compute(scaled.node.expr)
+    assert nodes.can_compute(((sizes.a + 3) // 2).node.expr)
+    assert len(sizes.graph.nodes) == 1
+
+
 def test_equal_sizes_share_one_node() -> None:
     sizes = _Sizes()
     nodes = sizes.given(sizes.a)
