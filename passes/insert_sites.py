@@ -90,7 +90,7 @@ def insert_sites(
         tokens = _insert_saves(forward, candidates, recipes, table, strides)
         if fused:
             _realize_saved(forward)
-        _insert_needs(backward, candidates, tokens, table, strides)
+        _insert_needs(backward, candidates, tokens, strides)
     return table
 
 
@@ -253,7 +253,6 @@ def _insert_needs(
     graph: fx.Graph,
     candidates: Sequence[_Candidate],
     tokens: dict[str, fx.Node],
-    table: GraphTable,
     strides: Sequence[tuple[Any, ...]],
 ) -> None:
     """Replace each placeholder by a token and its `need`; insert `enter_backward` and `done`."""
@@ -270,7 +269,7 @@ def _insert_needs(
     token_inputs = [_token_input(graph, c, tokens[c.saved.name]) for c in candidates]
     last_input = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last_input):
-        chain = graph.call_function(ops.enter_backward, (anchor, token_inputs[0], table.to_json()))
+        chain = graph.call_function(ops.enter_backward, (anchor, token_inputs[0]))
     chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
     sizes = SizeNodes(graph)
     values = [

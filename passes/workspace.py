@@ -72,7 +72,7 @@ def with_memory(
     static_inputs: Sequence[int],
     fused: bool,
 ) -> GraphTable:
-    """The table with what its graphs take, told to the ops that carry it.
+    """The table with what its graphs take, told to the op that carries it.
 
     Args:
         table: of these graphs, which have all their ops.
@@ -116,8 +116,6 @@ def with_memory(
         with forward.inserting_before(enter):
             found = nodes.expressions(sizes.sizes)
         enter.args = (enter.args[0], table.to_json(), found)
-    for enter in backward.find_nodes(op="call_function", target=ops.enter_backward):
-        enter.update_arg(len(enter.args) - 1, table.to_json())
     return table
 
 

@@ -3,7 +3,7 @@
 Every compiled forward and its backward carry them at each saved activation:
 
     forward                                     backward
-    chain = enter(anchor, table, sizes)         chain = enter_backward(anchor, token_0, table)
+    chain = enter(anchor, table, sizes)         chain = enter_backward(anchor, token_0)
     x     = gelu(...)                           x     = need(chain, token, 3, size, stride, dtype)
     ...                                         dx    = gelu_backward(dy, x)
     token = save(x, chain, 3, [])               done(x, token, chain, 3)
@@ -50,7 +50,7 @@ LIBRARY: Any = torch.library.Library("teraplan", "DEF")  # type: ignore[no-untyp
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
 LIBRARY.define("enter(Tensor anchor, str table, SymInt[] sizes) -> Tensor", tags=_TAGS)
-LIBRARY.define("enter_backward(Tensor anchor, Tensor token, str table) -> Tensor", tags=_TAGS)
+LIBRARY.define("enter_backward(Tensor anchor, Tensor token) -> Tensor", tags=_TAGS)
 LIBRARY.define("save(Tensor x, Tensor(a!) chain, int slot, Tensor[] beside) -> Tensor", tags=_TAGS)
 LIBRARY.define(
     "need(Tensor(a!) chain, Tensor token, int slot, SymInt[] size, SymInt[] stride, "
@@ -99,7 +99,7 @@ def _fake_enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch
     return anchor.new_empty(0, dtype=torch.uint8)
 
 
-def _fake_enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
+def _fake_enter_backward(anchor: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     return anchor.new_empty(0, dtype=torch.uint8)
 
 

@@ -68,8 +68,8 @@ class Engine:
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int, int] | None = None
         self._rehearsal_limits: Sequence[int] = ()
-        self.at_backward: Callable[[str], None] | None = None
-        """Told the graph whose backward begins, it may refuse that by an error."""
+        self.at_backward: Callable[[GraphTable], None] | None = None
+        """Told the call whose backward begins, it may refuse that by an error."""
         self.schedule: Schedule | None = None
         """Of the plan that the step runs under."""
         self._larger_than_planned = False
@@ -164,11 +164,12 @@ class Engine:
         return self._call
 
     @_at_work
-    def enter_backward(self, key: int, table: GraphTable) -> None:
+    def enter_backward(self, key: int) -> None:
         """The backward of a forward graph begins, to which the token with `key` belongs."""
-        if self.at_backward is not None:
-            self.at_backward(table.graph)
-        self.graph = (table.graph, self._view(key).call, True)
+        view = self._view(key)
+        if self.at_backward:
+            self.at_backward(view.table)
+        self.graph = (view.graph, view.call, True)
         self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
         self._leave()
 
@@ -189,7 +190,7 @@ class Engine:
         saved.tokens += 1
         key, token = make_token(self)
         byte_offset = int(x.storage_offset()) * x.element_size()
-        self._views[key] = view = View(saved, byte_offset, x.stride(), call, table.graph)
+        self._views[key] = view = View(saved, byte_offset, x.stride(), call, table)
         self._waiting.add(key)
         self.recomputer.saved(view, x, table, slot, beside)
         number = self._number_of(saved)

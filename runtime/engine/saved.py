@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from teraplan.errors import UnsupportedError
 from teraplan.runtime.device import Arrival, Copy
-from teraplan.values.graph_table import MIN_SLOT_BYTES
+from teraplan.values.graph_table import MIN_SLOT_BYTES, GraphTable
 
 if TYPE_CHECKING:
     from teraplan.runtime.engine.recompute import Remake
@@ -86,7 +86,13 @@ class View:
     stride: tuple[int, ...]
     call: int
     """The call of a graph that saved it."""
-    graph: str
+    table: GraphTable
+    """Of that call."""
+
+    @property
+    def graph(self) -> str:
+        """Its name."""
+        return self.table.graph
 
     def require(self, size: Sequence[int], stride: Sequence[int]) -> None:
         """Raise UnsupportedError if the backward reads the elements in another order."""

@@ -133,11 +133,9 @@ class GraphForecast:
         """The same of forwards alone."""
         return max((t.forward.least_bytes for t in self._tables.values()), default=0)
 
-    def beside_backward_bytes(self, graph: str) -> int:
-        """The same of a graph's backward alone."""
-        return self._tables[graph].beside_backward_bytes(
-            self.gradients_bytes, state_moves=self._state_moves
-        )
+    def beside_backward_bytes(self, table: GraphTable) -> int:
+        """The same of one backward."""
+        return table.beside_backward_bytes(self.gradients_bytes, state_moves=self._state_moves)
 
     @property
     def unlimited_peak_bytes(self) -> int:

@@ -152,21 +152,21 @@ class BudgetShares:
             trains = case.is_first or self._trains_more
             self._refuse(case, certainly=True, forwards_alone=not trains)
 
-    def meet_backward(self, case: Case, graph: str) -> None:
+    def meet_backward(self, case: Case, table: GraphTable) -> None:
         """A backward is about to run: the step, which may have been an evaluation, is none.
 
         Raises:
             InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
         """
         is_known = case.is_first or case.memory is not None or case.schedule is not None
-        if self._given is None or is_known or self._keeper.may_start or graph not in case.tables:
+        if self._given is None or is_known or self._keeper.may_start:
             return
-        beside_bytes = self.forecast.beside_backward_bytes(graph)
+        beside_bytes = self.forecast.beside_backward_bytes(table)
         try:
             self._refuse(case, certainly=True, beside_bytes=beside_bytes)
         except InfeasibleBudgetError as error:
             self.explain(error, "")
-            del case.tables[graph]  # its forward may still be somebody's when a smaller one begins
+            case.tables.pop(table.graph, None)
             raise
 
     def saw(self, case: Case, saved_bytes: int) -> None:

@@ -89,10 +89,10 @@ def _enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch.Tens
     return _chain(anchor)
 
 
-def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
+def _enter_backward(anchor: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     engine, key = _engine_of(token)
     _enter_training_state(engine.training_state, in_step=True)
-    engine.enter_backward(key, parse_table(table))
+    engine.enter_backward(key)
     return _chain(anchor)
 
 

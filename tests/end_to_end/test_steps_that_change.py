@@ -280,3 +280,27 @@ def test_a_larger_batch_is_refused_before_it_goes_over(
     assert refused == [when] * 2
     small_ones = in_batches_of(*[small] * 6, dynamic=dynamic)
     assert_same(run(small_ones, device_budget=UNLIMITED), limited)
+
+
+def test_a_large_forward_without_a_backward_refuses_no_small_step() -> None:
+    """An evaluation that keeps its graph, in the middle of the next step as far as can be seen."""
+    large, small = 16384, 64
+
+    def program(this: Run) -> None:
+        net = MLP(width=128, depth=4)
+        this.compile(net, dynamic=True)
+        optimizer = adamw(net.parameters())
+        for step in range(7):
+            if step == 4:
+                net.rows = large
+                net(*net.batch(step))
+            net.rows = small
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    budget = budget_beside_others(24 << 20)
+    limited = run(program, device_budget=budget, training_state="stays")
+    assert_same(run(program, device_budget=UNLIMITED), limited)
