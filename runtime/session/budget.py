@@ -21,8 +21,9 @@ _WIDE_MARGIN_BYTES, _WIDE_MARGIN_FRACTION = 4 << 20, 1 / 8
 its part of what graphs have beside what lasts; at most half of the way to where nothing moves. Of
 16 models one with two forwards and three backwards in a step lacked more, the others up to 3.9 MiB.
 """
-_LEAST_WIDE_MARGIN_BYTES = 2 << 20
-"""Where hardly anything can move, that way is short: three such models lacked 0.5 to 1.5 MiB."""
+_LEAST_WIDE_MARGIN_BYTES, _LEAST_WIDE_MARGIN_FRACTION = 2 << 20, 1 / 10
+"""Where hardly anything can move, that way is short: three such models lacked 0.5 to 1.5 MiB, 3 to
+8 percent. The less of the two counts."""
 _MARGIN_WHERE_STATE_MOVES = 1 / 10
 """Of all that is named, at most so much. Of 16 models one with checkpoints lacked 7 %, one that
 adds up gradients 11 %, two small ones that clip them 21 and 49 %, since what is read is in memory.
@@ -224,7 +225,8 @@ class GraphForecast:
         beside = self.least_bytes - self.lasting_bytes
         margin = _WIDE_MARGIN_BYTES + int(beside * _WIDE_MARGIN_FRACTION)
         half = max(0, self.unlimited_peak_bytes - self.least_bytes) // 2
-        return min(margin, max(half, _LEAST_WIDE_MARGIN_BYTES))
+        part = int(self.least_bytes * _LEAST_WIDE_MARGIN_FRACTION)
+        return min(margin, max(half, min(_LEAST_WIDE_MARGIN_BYTES, part)))
 
     @property
     def _updated_bytes(self) -> int:

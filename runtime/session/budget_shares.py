@@ -117,7 +117,8 @@ class BudgetShares:
             # What moves can have less than its share, so that a little more is needed beside it.
             has_way_out = may_start or (is_new and self._keeper.moves)
             certainly = self._given.nbytes is None or not has_way_out
-            self._refuse(case, certainly=certainly, forwards_alone=not trains)
+            beside_bytes = None if trains else self.forecast.beside_forwards_bytes
+            self._refuse(case, certainly=certainly, beside_bytes=beside_bytes)
         self._least_bytes = self._keeper.least_bytes
 
     @property
@@ -143,14 +144,16 @@ class BudgetShares:
             update_bytes=self._keeper.update_bytes,
             elsewhere_bytes=self._host_updates.missing_bytes(),
         )
-        if self._given is None or (case.schedule is not None and not self._trains_more):
+        is_planned = case.schedule is not None and case.knows(table)
+        if self._given is None or (is_planned and not self._trains_more):
             return
         self._budget_bytes = budget = self.budget_bytes(case)
         self._share_out_again(budget)
         self.rest_bytes = budget - self._keeper.limit_bytes
-        if not self._keeper.may_start:
-            trains = case.is_first or self._trains_more
-            self._refuse(case, certainly=True, forwards_alone=not trains)
+        if not self._may_move_instead(case):
+            trains = self._trains_more or (case.is_first and case.memory is None)
+            beside_bytes = None if trains else table.forward.least_bytes
+            self._refuse(case, certainly=True, beside_bytes=beside_bytes)
 
     def meet_backward(self, case: Case, table: GraphTable) -> None:
         """A backward is about to run: the step, which may have been an evaluation, is none.
@@ -158,8 +161,10 @@ class BudgetShares:
         Raises:
             InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
         """
-        is_known = case.is_first or case.memory is not None or case.schedule is not None
-        if self._given is None or is_known or self._keeper.may_start:
+        was_refused = case.is_first and case.memory is None  # if it has to be
+        if self._given is None or was_refused or case.knows(table):
+            return
+        if self._may_move_instead(case):
             return
         beside_bytes = self.forecast.beside_backward_bytes(table)
         try:
@@ -168,6 +173,13 @@ class BudgetShares:
             self.explain(error, "")
             case.tables.pop(table.graph, None)
             raise
+
+    def _may_move_instead(self, case: Case) -> bool:
+        """True if the next step can begin to move the training state: one goes over before.
+
+        Under a plan none does that, so that it would go over again and again.
+        """
+        return self._keeper.may_start and case.schedule is None
 
     def saw(self, case: Case, saved_bytes: int) -> None:
         """So much has been saved in one step of this kind, so far."""
@@ -178,7 +190,6 @@ class BudgetShares:
         case: Case,
         *,
         certainly: bool,
-        forwards_alone: bool = False,
         beside_bytes: int | None = None,
     ) -> None:
         """Raise InfeasibleBudgetError if the budget is too small, as far as can be known.
@@ -186,11 +197,8 @@ class BudgetShares:
         Args:
             case: the step's kind.
             certainly: only if measuring would show the same.
-            forwards_alone: a backward may never run.
-            beside_bytes: what the graph that begins takes; None: any of the step's counts.
+            beside_bytes: what the graphs that run for certain take; None: all of the step's do.
         """
-        if forwards_alone:
-            beside_bytes = self.forecast.beside_forwards_bytes
         assert self._given is not None
         moving, rest, given = self._keeper.limit_bytes, self.rest_bytes, ""
         if self._given.percent is not None and case.memory is None:

@@ -45,6 +45,13 @@ class MemoryProfile:
     overhead_bytes: int
     """What the process held beside tensors."""
     workspaces_bytes: tuple[int, ...]
+    tables: Mapping[str, GraphTable]
+    """Of the graphs of such steps, by their names, at the largest sizes until then."""
+
+    def knows(self, table: GraphTable) -> bool:
+        """True if a call of this table takes no more than those before."""
+        known = self.tables.get(table.graph)
+        return known is not None and (known is table or not table.exceeds(known))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +123,10 @@ class Case:
         """True if steps of this kind are the first there are; later ones may be evaluations."""
         return self.number == 0
 
+    def knows(self, table: GraphTable) -> bool:
+        """True if memory was measured with calls of this graph that took as much."""
+        return self.memory is not None and self.memory.knows(table)
+
     @property
     def repeats(self) -> bool:
         """False if this kind of step was different every time it was measured lately."""
@@ -139,7 +150,7 @@ class Case:
     def meet(self, table: GraphTable) -> bool:
         """A step runs this graph; true if none has run it before, or at sizes as large."""
         known = self.tables.get(table.graph)
-        if known is not None and (known is table or known.saved_bytes >= table.saved_bytes):
+        if known is not None and (known is table or not table.exceeds(known)):
             return False
         self.tables[table.graph] = table
         return True
@@ -216,6 +227,7 @@ class Case:
                 state_bytes=recorder.state_bytes,
                 overhead_bytes=recorder.process_overhead_bytes,
                 workspaces_bytes=recorder.workspaces_bytes(),
+                tables=dict(self.tables),
             )
         elif self.memory is not None and self.memory.signature == signature:
             self.durations_ns.append(recorder.durations_ns())

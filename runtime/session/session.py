@@ -177,7 +177,7 @@ class Session:
                 self._meet(table)
             if self._bounds.at_begin():
                 self._begin_step(table, shapes)
-            elif is_new or self.engine.unplanned:
+            elif is_new or self.engine.unplanned or not self._knows(table):
                 assert self.active is not None and self.engine.recorder is not None
                 self._shares.saw(self.active, self.engine.recorder.saved_bytes)
                 if self.active.meet(table):
@@ -339,6 +339,9 @@ class Session:
             self._follow(case, plan)
             self.device.run_fast()  # with no free memory left over
             self._peaks.forget()
+
+    def _knows(self, table: GraphTable) -> bool:
+        return self.active is not None and self.active.knows(table)
 
     def _meet(self, table: GraphTable) -> None:
         """Take in a graph; one that a replayed plan does not know is an error at once."""

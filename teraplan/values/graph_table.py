@@ -84,6 +84,15 @@ class GraphTable:
         """All saved activations."""
         return sum(slot.nbytes for slot in self.slots)
 
+    def exceeds(self, other: "GraphTable") -> bool:
+        """True if a call of this table takes more, in anything, than one of the other."""
+        pairs = (
+            (self.saved_bytes, other.saved_bytes),
+            (self.forward.least_bytes, other.forward.least_bytes),
+            (self.backward.least_bytes, other.backward.least_bytes),
+        )
+        return any(mine > its for mine, its in pairs)
+
     @property
     def parameters_bytes(self) -> int:
         """Most at once of parameters that can move."""

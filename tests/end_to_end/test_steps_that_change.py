@@ -304,3 +304,28 @@ def test_a_large_forward_without_a_backward_refuses_no_small_step() -> None:
     budget = budget_beside_others(24 << 20)
     limited = run(program, device_budget=budget, training_state="stays")
     assert_same(run(program, device_budget=UNLIMITED), limited)
+
+
+def test_a_larger_micro_batch_in_a_planned_step_is_refused_before_it_goes_over() -> None:
+    """What is refused is the step's second call; the first has made its gradients."""
+    small, large, refused = 64, 16384, list[str]()
+
+    def program(this: Run) -> None:
+        net = MLP(width=128, depth=4)
+        this.compile(net, dynamic=True)
+        optimizer = adamw(net.parameters())
+        for step in range(9):
+            for rows in (small, large if 6 <= step < 8 else small):
+                net.rows, now = rows, "forward"
+                try:
+                    loss = net(*net.batch(step))
+                    now = "backward"
+                    torch.autograd.backward(loss)
+                except InfeasibleBudgetError:
+                    refused.append(f"{this.statuses[-1].phase} {now}")
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    run(program, device_budget=budget_beside_others(16 << 20))
+    assert refused == ["planned backward"] * 2
