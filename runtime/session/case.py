@@ -124,8 +124,11 @@ class Case:
         return self.number == 0
 
     def knows(self, table: GraphTable) -> bool:
-        """True if memory was measured with calls of this graph that took as much."""
-        return self.memory is not None and self.memory.knows(table)
+        """True if memory was measured with calls of this graph that took as much.
+
+        Where nothing was measured, a plan that is replayed answers for itself.
+        """
+        return self.memory.knows(table) if self.memory is not None else self.schedule is not None
 
     @property
     def repeats(self) -> bool:
