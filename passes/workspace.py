@@ -94,11 +94,12 @@ def with_memory(
         backward=at_once(backward, saved=saved),
         backward_of_moving=at_once(backward, saved=saved, state_moves=True),
     )
+    parameters_bytes = _parameters_nbytes(backward)
     stays, moves = (
         _as_traced(
             memory,
             sizes,
-            parameters_bytes=_parameters_nbytes(backward),
+            parameters_bytes=parameters_bytes,
             gradients_bytes=_gradients_nbytes(backward, static_inputs, state_moves=state_moves),
         )
         for memory, state_moves in ((of_sizes.backward, False), (of_sizes.backward_of_moving, True))

@@ -11,9 +11,9 @@ Every compiled forward and its backward carry them at each saved activation:
 The forward returns `token` (8 bytes) in the place of `x`; autograd saves it, the backward turns it
 back into the tensor. `slot` numbers the saved activations of one graph. `table` describes the graph
 (see `graph_table`), so that a graph which comes from a compile cache explains itself; `sizes` are
-those of the call, of what varies from call to call. All ops of a
-graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
-through every pass of Inductor. It is where the graph computes: what lies elsewhere gets no ops.
+those of the call, of what varies from call to call. All ops of a graph mutate `chain`, an empty
+tensor: this keeps them in the order in which they were inserted, through every pass of Inductor. It
+is where the graph computes: what lies elsewhere gets no ops.
 That `save` and `done` come after every use of `x`, and that no kernel writes its result in the
 place of `x` before, is seen to when they are compiled (`passes/lowering.py`).
 Where `x` can be computed again (see `passes/recipes.py`), the last argument of `save` is what that

@@ -48,11 +48,6 @@ class MemoryProfile:
     tables: Mapping[str, GraphTable]
     """Of the graphs of such steps, by their names, at the largest sizes until then."""
 
-    def knows(self, table: GraphTable) -> bool:
-        """True if a call of this table takes no more than those before."""
-        known = self.tables.get(table.graph)
-        return known is not None and (known is table or not table.exceeds(known))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlan:
@@ -128,7 +123,9 @@ class Case:
 
         Where nothing was measured, a plan that is replayed answers for itself.
         """
-        return self.memory.knows(table) if self.memory is not None else self.schedule is not None
+        if self.memory is None:
+            return self.schedule is not None
+        return _has_as_large(self.memory.tables, table)
 
     @property
     def repeats(self) -> bool:
@@ -152,8 +149,7 @@ class Case:
 
     def meet(self, table: GraphTable) -> bool:
         """A step runs this graph; true if none has run it before, or at sizes as large."""
-        known = self.tables.get(table.graph)
-        if known is not None and (known is table or not table.exceeds(known)):
+        if _has_as_large(self.tables, table):
             return False
         self.tables[table.graph] = table
         return True
@@ -373,3 +369,9 @@ class Case:
             recomputes={n: it for n, it in self.recomputes.items() if it is not None},
         )
         return with_durations(measured, self.calibration.slowdown if slowdown is None else slowdown)
+
+
+def _has_as_large(tables: Mapping[str, GraphTable], table: GraphTable) -> bool:
+    """True if a call of this table takes no more than one that was met."""
+    known = tables.get(table.graph)
+    return known is not None and (known is table or not table.exceeds(known))
