@@ -5,7 +5,7 @@ Until there is a plan for the whole step, the state has a fixed part of the devi
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -33,9 +33,8 @@ log = logging.getLogger(__name__)
 _FIRST_SHARE = 0.5
 """Part of the budget for the state until the graphs are known."""
 _TENSORS_AT_ONCE = 4
-"""A parameter's update needs it, its gradient and its state in memory together: two tensors where
-no optimizer is known yet that is to update it."""
-_UNKNOWN: Mapping[int, int] = {}
+"""A parameter's update needs it, its gradient and its state in memory together: two tensors at
+least, since an optimizer may come that nobody knows of yet."""
 
 
 class StateKeeper:
@@ -65,10 +64,8 @@ class StateKeeper:
         self._steps: OptimizerSteps | None = None
         self._updates_in_step = ""
         """Why no parameter is updated in the backward although they are to be."""
-        self._num_temporaries = TEMPORARIES
+        self._tensors_at_once, self._num_temporaries = _TENSORS_AT_ONCE, TEMPORARIES
         self._largest_bytes = self._largest_trained_bytes = self._together_bytes = 0
-        self._updated_bytes = 0
-        """The most that a parameter, its gradient and its state take."""
         self._used_at_once_bytes = 0
         """By a graph, of parameters."""
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
@@ -173,16 +170,13 @@ class StateKeeper:
         """A graph with these inputs is about to be compiled."""
         used = _parameters(inputs)
         optimizers = list(_optimizers_of(used)) if self._looks_ahead else []
-        at_once = {
-            id(p): 2 + census.most_states(optimizer)
-            for optimizer in optimizers
-            for p in parameters_of(optimizer)
-        }
+        states = max(map(census.most_states, optimizers), default=0)
+        self._tensors_at_once = max(self._tensors_at_once, 2 + states)
         if optimizers:
             self._num_temporaries = max(map(num_temporaries, optimizers))
             self._together_bytes = max(map(temporary_bytes, optimizers))
         to_come = _parameters(self._to_come(optimizers)) if self._looks_ahead else []
-        self.expect(list(dict.fromkeys([*used, *to_come])), at_once)
+        self.expect(list(dict.fromkeys([*used, *to_come])))
         if self.state is not None:
             self.state.adopt_parameters(used)
             assert self._not_used is not None
@@ -222,13 +216,8 @@ class StateKeeper:
             if optimizer.state:
                 self._steps.take_in(optimizer)
 
-    def expect(
-        self, parameters: Sequence[torch.Tensor], at_once: Mapping[int, int] = _UNKNOWN
-    ) -> None:
-        """These, on the device or on the meta device, are to be trained.
-
-        `at_once`: by `id`, how many tensors of a parameter's size its update has in memory.
-        """
+    def expect(self, parameters: Sequence[torch.Tensor]) -> None:
+        """These, on the device or on the meta device, are to be trained."""
         if not self._decided:
             self._decided = True
             to_come = (p for p in parameters if p.is_meta)
@@ -236,13 +225,9 @@ class StateKeeper:
             if budget is not None:
                 here = sum(p.nbytes for p in parameters if not p.is_meta)
                 self._open(budget - (self._device.state_bytes() - here))
-        trained = [p for p in parameters if p.requires_grad]
-        updated = (at_once.get(id(p), _TENSORS_AT_ONCE) * p.nbytes for p in trained)
+        trained = (p.nbytes for p in parameters if p.requires_grad)
         self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
-        self._largest_trained_bytes = max(
-            [self._largest_trained_bytes, *(p.nbytes for p in trained)]
-        )
-        self._updated_bytes = max([self._updated_bytes, *updated])
+        self._largest_trained_bytes = max([self._largest_trained_bytes, *trained])
         if self.may_start:
             self._met.update(dict.fromkeys(parameters))
         self._let_have_the_least()
@@ -292,9 +277,10 @@ class StateKeeper:
     @property
     def least_bytes(self) -> int:
         """What moving state takes at once at least, as far as its parameters are known."""
-        of_trained = self._updated_bytes
+        at_once = self._tensors_at_once
         if self._config.update == "gradient":  # temporaries, while graphs have their own memory
-            of_trained += TEMPORARIES * self._largest_trained_bytes
+            at_once += TEMPORARIES
+        of_trained = at_once * self._largest_trained_bytes
         return max(of_trained, self._largest_bytes, self._used_at_once_bytes)
 
     def _budget_bytes(self, meta_bytes: int) -> int | None:

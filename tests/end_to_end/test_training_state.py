@@ -354,31 +354,6 @@ def test_the_least_budget_is_the_same_whatever_was_given() -> None:
     run_moving(program, budget=max(named))
 
 
-class OneTable(MLP):
-    """Nearly all of the model is one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__(width=64, depth=2, rows=64)
-        self.table = nn.Parameter(torch.randn(16384, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x @ self.table.t() @ self.table)
-
-
-@pytest.mark.slow
-def test_an_update_is_named_what_its_optimizer_takes() -> None:
-    """The parameter, its gradient and its state: with momentum one tensor less than with AdamW."""
-    table_bytes = 16384 * 64 * 4
-
-    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-    programs = [training(of, make_model=OneTable, steps=4) for of in (sgd, adamw)]
-    less, more = (_least(program, 1 << 20) for program in programs)
-    assert less <= more - table_bytes
-    run_moving(programs[0], budget=less)
-
-
 @pytest.mark.slow
 def test_what_another_session_has_moved_away_takes_no_memory_of_the_device() -> None:
     kept: list[torch.optim.Optimizer] = []
