@@ -306,7 +306,17 @@ def test_a_large_forward_without_a_backward_refuses_no_small_step() -> None:
     assert_same(run(program, device_budget=UNLIMITED), limited)
 
 
-def test_a_larger_micro_batch_in_a_planned_step_is_refused_before_it_goes_over() -> None:
+@pytest.mark.parametrize(
+    ("budget_bytes", "state", "when"),
+    [
+        (6 << 20, "stays", "forward"),
+        (16 << 20, "stays", "backward"),
+        (16 << 20, "auto", "backward"),
+    ],
+)
+def test_a_larger_micro_batch_in_a_planned_step_is_refused_before_it_goes_over(
+    budget_bytes: int, state: str, when: str
+) -> None:
     """What is refused is the step's second call; the first has made its gradients."""
     small, large, refused = 64, 16384, list[str]()
 
@@ -328,5 +338,5 @@ def test_a_larger_micro_batch_in_a_planned_step_is_refused_before_it_goes_over()
             this.record(loss, net, others=states(optimizer))
             optimizer.zero_grad()
 
-    run(program, device_budget=budget_beside_others(16 << 20))
-    assert refused == ["planned backward"] * 2
+    run(program, device_budget=budget_beside_others(budget_bytes), training_state=state)
+    assert refused == [f"planned {when}"] * 2
