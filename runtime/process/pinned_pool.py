@@ -45,15 +45,18 @@ class Part:
 
 
 class Lease:
-    """Memory of a pool, in one part or several. Its end returns it; safe in any thread."""
+    """Memory of a pool, in one part or several. Its end returns it; safe in any thread.
 
-    __slots__ = ("__weakref__", "_is_shown", "_pool", "_ranges", "nbytes", "parts")
+    A weak reference to it is dead before that: while `__del__` of an object runs, weak references
+    to it still give it out, so the lease itself has none.
+    """
+
+    __slots__ = ("__weakref__", "_end", "nbytes", "parts")
 
     def __init__(
         self, pool: "PinnedPool", ranges: tuple["_Range", ...], nbytes: int, *, is_shown: bool
     ) -> None:
-        self._pool, self._ranges, self.nbytes = pool, ranges, nbytes
-        self._is_shown = is_shown
+        self._end, self.nbytes = _End(pool, _Returned(ranges, is_shown)), nbytes
         parts = []
         for slab, offset, taken in ranges:
             length = min(taken, nbytes)
@@ -62,8 +65,17 @@ class Lease:
             nbytes -= length
         self.parts = tuple(parts)
 
+
+class _End:
+    """Ends with the lease that has it, and returns what that had."""
+
+    __slots__ = ("_pool", "_returned")
+
+    def __init__(self, pool: "PinnedPool", returned: "_Returned") -> None:
+        self._pool, self._returned = pool, returned
+
     def __del__(self) -> None:
-        self._pool._give_back(_Returned(self._ranges, self._is_shown))
+        self._pool._give_back(self._returned)
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -149,6 +150,17 @@ def test_a_lease_may_end_inside_the_pool_itself() -> None:
     thread.join(10)
     assert taken
     assert pool.free_bytes == MIB - PAGE
+
+
+def test_no_weak_reference_gives_out_a_lease_whose_memory_is_back() -> None:
+    """Another thread could copy from it what somebody else has put there meanwhile."""
+    seen: list[Lease | None] = []
+    pool = pool_of(MIB, on_return=lambda: seen.append(weak()))
+    lease = pool.try_take(PAGE)
+    assert lease is not None
+    weak = weakref.ref(lease)
+    del lease
+    assert seen == [None]
 
 
 def test_a_forked_child_leaves_the_pages_alone() -> None:
