@@ -8,6 +8,8 @@ import pytest
 # To compile makes millions of objects, and hardly any garbage that matters here.
 gc.set_threshold(10_000, 10, 10)
 
+_LONGEST = ("test_demo", "test_a_process_that_trains")
+
 
 @functools.cache
 def why_no_gpu() -> str:
@@ -22,8 +24,8 @@ def why_no_gpu() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest test comes first: at the end one process would be alone with it."""
-    items.sort(key=lambda item: "test_demo" not in item.nodeid)
+    """The longest tests come first: at the end one process would be alone with them."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in _LONGEST))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
