@@ -22,6 +22,7 @@ from teraplan.values.run_record import TransferRecord
 from tests.end_to_end import hosting, moving
 from tests.end_to_end.cuda_path import STAGING, CudaPath
 from tests.end_to_end.training import Program, assert_same, tight, training, unlimited
+from tests.end_to_end.training import moving as moving_activations
 from tests.fakes.slow_link import link_of
 
 GPT = gpt.GPTConfig(num_layers=2, width=64, context=64, vocab_size=64)
@@ -44,7 +45,7 @@ def tiers(request: pytest.FixtureRequest, cuda_path: Callable[[int], None]) -> s
 def compare(program: Program, tiers: str) -> None:
     """Half the memory, the same bits, and the tiers that there are."""
     reference = unlimited(program)
-    limited = tight(program, reference, 0.5)
+    limited = moving_activations(program, reference, 0.5)
     assert_same(reference, limited)
     used = set(limited.final.bytes_out)
     assert used <= {"storage", "host"}

@@ -154,11 +154,12 @@ def test_a_lease_may_end_inside_the_pool_itself() -> None:
 
 def test_no_weak_reference_gives_out_a_lease_whose_memory_is_back() -> None:
     """Another thread could copy from it what somebody else has put there meanwhile."""
+    weak: list[weakref.ref[Lease]] = []
     seen: list[Lease | None] = []
-    pool = pool_of(MIB, on_return=lambda: seen.append(weak()))
+    pool = pool_of(MIB, on_return=lambda: seen.extend(reference() for reference in weak))
     lease = pool.try_take(PAGE)
     assert lease is not None
-    weak = weakref.ref(lease)
+    weak.append(weakref.ref(lease))
     del lease
     assert seen == [None]
 
