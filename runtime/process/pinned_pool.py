@@ -47,8 +47,8 @@ class Part:
 class Lease:
     """Memory of a pool, in one part or several. Its end returns it; safe in any thread.
 
-    A weak reference to it is dead before that: while `__del__` of an object runs, weak references
-    to it still give it out, so the lease itself has none.
+    A weak reference to it is dead before that. While the `__del__` of an object runs, weak
+    references still give the object out, so it is `_end` that has one, and not the lease.
     """
 
     __slots__ = ("__weakref__", "_end", "nbytes", "parts")
