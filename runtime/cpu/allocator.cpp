@@ -34,7 +34,8 @@ struct Loan {
 PyObject* take = nullptr;  // From bytes to an address, or None.
 std::atomic<bool> serves{false};
 std::atomic<unsigned> term{0};  // How often serving has ended: no pool wants what is from before.
-size_t least_nbytes = 0, unit_nbytes = 1;
+constexpr size_t FEW_UNITS = 4;
+size_t least_nbytes = 0, unit_nbytes = 1, page_nbytes = 1;
 c10::Allocator* torch_allocator = nullptr;
 
 // Never destroyed: tensors may be freed when the process ends.
@@ -126,8 +127,14 @@ void free_block(void* address) {
   }
 }
 
+// Whole units, or pages where that would be much more than what is asked for.
+size_t rounded(size_t nbytes) {
+  const size_t unit = nbytes < FEW_UNITS * unit_nbytes ? page_nbytes : unit_nbytes;
+  return (nbytes + unit - 1) / unit * unit;
+}
+
 void* from_pool(size_t nbytes) {
-  nbytes = (nbytes + unit_nbytes - 1) / unit_nbytes * unit_nbytes;
+  nbytes = rounded(nbytes);
   void* address = reuse(nbytes);
   if (!address && PyGILState_GetThisThreadState()) {
     if ((address = ask(nbytes))) {
@@ -155,10 +162,12 @@ struct PoolAllocator final : c10::Allocator {
 extern "C" {
 
 // Put this allocator in the place of PyTorch's, once; it does the same until it serves. What a pool
-// gives for tensors of `least` bytes and more is a multiple of `unit`. False if another one stays.
-bool install(size_t least, size_t unit) {
+// gives for tensors of `least` bytes and more is a multiple of `unit`, where it would be few of
+// them of `page`. False if another one stays.
+bool install(size_t least, size_t unit, size_t page) {
   least_nbytes = least;
   unit_nbytes = unit;
+  page_nbytes = page;
   torch_allocator = c10::GetCPUAllocator();
   auto* const allocator = new PoolAllocator;
   c10::SetCPUAllocator(allocator, /*priority=*/1);

@@ -14,11 +14,12 @@ from typing import Protocol
 
 from teraplan.runtime.process import compiled_source, pages
 from teraplan.runtime.process.locks import if_free
+from teraplan.values.graph_table import MIN_SLOT_BYTES
 
-MIN_BLOCK_BYTES = 256 << 10
-"""Smaller tensors are left to the heap."""
+MIN_BLOCK_BYTES = MIN_SLOT_BYTES
+"""Smaller tensors are left to the heap: they do not move."""
 UNIT_BYTES = 64 << 10
-"""What a pool gives is a multiple of it."""
+"""What a pool gives is a multiple of it, where it is some of them; else whole pages."""
 
 _SOURCE = Path(__file__).with_name("allocator.cpp")
 
@@ -34,7 +35,7 @@ class Pool(Protocol):
     """
 
     def take(self, nbytes: int) -> int:
-        """Address of a block for so many bytes, in whole units; 0 if there is none to be had."""
+        """Address of a block for so many bytes, in whole pages; 0 if there is none to be had."""
         ...
 
     def give_back(self, address: int) -> None:
@@ -51,7 +52,7 @@ class _Allocator:
 
     def __init__(self) -> None:
         self._library = compiled_source.load(_SOURCE)
-        self._library.install.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
+        self._library.install.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
         self._library.install.restype = self._library.last_returned.restype = ctypes.c_bool
         self._library.serve.argtypes = (ctypes.py_object,)
         self._library.serve.restype = self._library.forget_returned.restype = None
@@ -61,7 +62,7 @@ class _Allocator:
         """What is in the library's hand may be where it belongs already."""
         self._owners: dict[int, Pool] = {}
         self.pool: Pool | None = None
-        if not self._library.install(MIN_BLOCK_BYTES, UNIT_BYTES):
+        if not self._library.install(MIN_BLOCK_BYTES, UNIT_BYTES, pages.PAGE_BYTES):
             raise RuntimeError("PyTorch has another allocator, of a higher priority")
         os.register_at_fork(after_in_child=self._forget)  # the pool is the parent's
 

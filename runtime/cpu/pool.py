@@ -73,7 +73,7 @@ class CpuPool:
 
     def take(self, nbytes: int) -> int:
         """Address of a block for a tensor of `nbytes`, 0 if the system has no memory."""
-        nbytes = _aligned(nbytes)
+        nbytes = round_up(nbytes)
         try:
             block = self._take(nbytes)
             self._taken[block.address] = block
@@ -174,7 +174,7 @@ class CpuPool:
         return block
 
     def _unmap(self, nbytes: int) -> None:
-        self._waiting.shrink(_aligned(nbytes))
+        self._waiting.shrink(max(0, round_up(nbytes, UNIT_BYTES)))
 
 
 _shared = CpuPool()
@@ -201,7 +201,3 @@ def _reused(nbytes: int, beyond_bytes: int) -> int:
     """
     unit = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else UNIT_BYTES
     return min(nbytes, max(0, round_up(beyond_bytes, unit)))
-
-
-def _aligned(nbytes: int) -> int:
-    return max(0, round_up(nbytes, UNIT_BYTES))

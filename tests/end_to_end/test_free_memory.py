@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from teraplan.runtime.cpu.malloc import Malloc
 from teraplan.runtime.process import census, process_memory
 from teraplan.units import MIB
-from tests.end_to_end.training import Run, assert_same, run
+from tests.end_to_end.training import Run, assert_same, run, tight
 
 
 class Convolutions(nn.Module):
@@ -85,3 +85,42 @@ def test_what_the_process_grows_by_is_not_held_back_for_tensors() -> None:
     assert limited.final.phase == "planned"
     assert 0 <= limited.final.held_back_bytes < 16 * MIB
     assert limited.final.actual_peak_bytes <= 1.05 * 72 * MIB + 8 * MIB
+
+
+class SmallBlocks(nn.Module):
+    """Many activations of fewer than 256 KiB, each as large as the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(40)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [200, 496])
+def test_small_tensors_keep_their_budget(rows: int) -> None:
+    """In the heap each left a hole that the next one of its size did not fit into."""
+
+    def train(this: Run) -> None:
+        net = SmallBlocks()
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(12):
+            loss = net(torch.randn(rows, 128, generator=torch.Generator().manual_seed(step)))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    reference = run(train, device_budget="1000%", kernels="aot_eager")
+    limited = tight(train, reference, 0.4, kernels="aot_eager")
+    assert limited.final.phase == "planned"
+    assert limited.final.fallbacks == ()
+    assert limited.final.actual_peak_bytes <= 1.05 * limited.final.predicted_peak_bytes + MIB
