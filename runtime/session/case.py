@@ -62,6 +62,8 @@ class Case:
     """Measurements and plan of one kind of step."""
 
     number: int
+    num_begun: int = 0
+    """Steps of this kind so far, the one under way among them."""
     tables: dict[str, GraphTable] = field(default_factory=dict[str, GraphTable])
     """Of the graphs that its steps have run, by their names, at the largest sizes."""
     saved_bytes: int = 0
@@ -80,8 +82,9 @@ class Case:
     """That have come into force."""
     best: MeasuredPlan | None = None
     """The fastest so far of plans that hold."""
-    overhead_counted_at: int = -1
-    """`num_plans` when what the process holds beside tensors was counted anew."""
+    overhead_counted_at: tuple[int, int] = (-1, -1)
+    """When what the process holds beside tensors was counted anew: `num_plans`, and how many graphs
+    had been compiled and steps been measured, which leave something in it."""
     settled: bool = False
     """A plan that was predicted to be faster was slower: only predictions still change."""
     corrections: int = 0
@@ -126,6 +129,14 @@ class Case:
         if self.memory is None:
             return self.schedule is not None
         return _has_as_large(self.memory.tables, table)
+
+    @property
+    def may_be_alone(self) -> bool:
+        """True if no other step is known that is like the one under way: sizes may never repeat.
+
+        Its memory is not measured, which takes far longer than a small step itself.
+        """
+        return not self.is_first and self.num_begun <= 1
 
     @property
     def repeats(self) -> bool:
@@ -195,7 +206,7 @@ class Case:
     def anew(self) -> "Case":
         """The same kind of step as if never met, whose steps may go another way more often."""
         is_again = self.num_diverged >= self._most_diverged
-        return Case(number=self.number, num_anew=self.num_anew + is_again)
+        return Case(number=self.number, num_begun=self.num_begun, num_anew=self.num_anew + is_again)
 
     @property
     def _most_diverged(self) -> int:
@@ -297,12 +308,12 @@ class Case:
         """Computation of the step; 0 if it has not been measured."""
         return min(map(sum, self.durations_ns), default=0)
 
-    def take_overhead(self, nbytes: int) -> None:
+    def take_overhead(self, nbytes: int, now: tuple[int, int]) -> None:
         """The process holds so much beside tensors now: what has come since is no tensor's."""
         assert self.memory is not None
         grown = max(nbytes, self.memory.overhead_bytes)
         self.memory = replace(self.memory, overhead_bytes=grown)
-        self.overhead_counted_at = self.num_plans
+        self.overhead_counted_at = now
 
     def forget_speed(self) -> None:
         """The machine has changed: what steps took before says nothing of plans to come."""

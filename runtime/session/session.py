@@ -7,6 +7,7 @@
 
 Where a step ends and the next begins, `step_bounds` says. Steps whose first graph or input sizes
 differ are different kinds, each planned by itself, and anew where steps no longer follow the plan.
+Of a kind that comes later, the first step is not measured either: there may be no other.
 """
 
 import copy
@@ -95,6 +96,8 @@ class Session:
         self.steps = self.diverged_steps = self.last_used_ns = 0
         self.fallbacks: list[str] = []
         self._compiles = self._compiles_entered = self._compiles_seen = 0
+        self._num_measured = 0
+        """Steps so far in which memory was measured."""
         self._rehearses = False
         """The step under way is unlike those that follow."""
         self._called = False
@@ -221,10 +224,11 @@ class Session:
         key = (table.graph, shapes)
         self.active = case = self.cases.setdefault(key, Case(number=len(self.cases)))
         case.meet(table)
+        case.num_begun += 1
         self.engine.at_backward = functools.partial(self._shares.meet_backward, case)
         self._plan(case)
         lacks_state = not self._bounds.optimizer_known and self._shares.lacks_state
-        self._rehearses = self.keeper.rehearses or lacks_state
+        self._rehearses = self.keeper.rehearses or lacks_state or case.may_be_alone
         is_new = self._compiles != self._compiles_seen or self._rehearses
         measure_memory = case.lacks_memory and not is_new
         if measure_memory and self.plans.may_recompute(short=bool(self.last_transfers)):
@@ -263,6 +267,7 @@ class Session:
             if self._shares.may_divide_again(case):
                 self._shares.divide_again(case, *self.plans.needs(case))
             if recorder.measure_memory:
+                self._num_measured += 1
                 self.device.run_fast()
             if case.why_unplanned:
                 self.fall_back(case.why_unplanned)
@@ -290,8 +295,10 @@ class Session:
         if case.num_runs in _RUNS_WRITTEN_AT:
             self.reports.write_runs(case.number, plan, case.runs)
         peak_bytes, budget_bytes = self.actual_peak_bytes(), plan.budgets.device_bytes
-        if peak_bytes > budget_bytes and case.overhead_counted_at != case.num_plans:
-            self._count_overhead_anew(case)
+        expected_bytes = min(budget_bytes, plan.prediction.device_peak_bytes)
+        now = case.num_plans, self._compiles + self._num_measured
+        if peak_bytes > expected_bytes and case.overhead_counted_at != now:
+            self._count_overhead_anew(case, now)
             peak_bytes = self.actual_peak_bytes()
         lesson = learn(case, self.plans, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
         if lesson.fallback:
@@ -316,11 +323,11 @@ class Session:
         elif _OFF_PLAN not in self.fallbacks:
             self.fall_back(_OFF_PLAN)
 
-    def _count_overhead_anew(self, case: Case) -> None:
+    def _count_overhead_anew(self, case: Case, now: tuple[int, int]) -> None:
         """The process has grown since memory was measured: by code, by what planning keeps."""
         if self.keeper.state is not None:
             self.keeper.state.tidy()
-        case.take_overhead(self.device.overhead_bytes())
+        case.take_overhead(self.device.overhead_bytes(), now)
         self.device.take_peak()  # what counting takes is no step's
 
     # -- plans ---------------------------------------------------------------------------------

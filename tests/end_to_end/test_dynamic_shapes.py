@@ -238,3 +238,21 @@ def test_nested_tensors_of_equal_lengths_are_of_one_kind() -> None:
     assert backend._shape(one) == backend._shape(two) != backend._shape(other)
     assert backend._shape(one.shape[1]) == backend._shape(two.shape[1])
     assert backend._shape(torch.ones(3, 4)) == (3, 4)
+
+
+def test_sizes_that_never_repeat_are_not_measured() -> None:
+    """To measure memory takes a second, and tells nothing of steps of other sizes."""
+
+    def train(this: Run) -> None:
+        net = MLP(depth=3)
+        this.compile(net, dynamic=True)
+        for rows in (*range(300, 1500, 100), 400, 400):
+            torch.autograd.backward(net(torch.randn(rows, net.width)))
+            net.zero_grad()
+            (session,) = backend.sessions()
+            assert session.engine.recorder is not None
+            measured.append(session.engine.recorder.measure_memory)
+
+    measured: list[bool] = []
+    run(train, device_budget=UNLIMITED)
+    assert measured == [False] * 12 + [True, False]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,26 @@ def test_what_the_process_grows_by_is_not_held_back_for_tensors() -> None:
     assert limited.final.phase == "planned"
     assert 0 <= limited.final.held_back_bytes < 16 * MIB
     assert limited.final.actual_peak_bytes <= 1.05 * 72 * MIB + 8 * MIB
+
+
+@pytest.mark.slow
+def test_what_the_process_grows_by_when_a_graph_is_compiled_is_no_tensors() -> None:
+    """Long after the step was planned, and whatever the budget is."""
+    kept: list[bytearray] = []
+
+    def train(this: Run) -> None:
+        def grow() -> None:
+            kept.append(bytearray(b"x" * ((24 if len(kept) == 9 else 0) * MIB)))
+            if len(kept) == 10:
+                evaluate(torch.ones(8))
+
+        options: Any = this.options
+        evaluate = torch.compile(torch.sin, backend="teraplan", options=options)
+        program(this, after_step=grow)
+
+    ample = run(train, device_budget="1000%", kernels="aot_eager")
+    assert ample.final.phase == "planned"
+    assert ample.final.actual_peak_bytes <= 1.05 * ample.final.predicted_peak_bytes + 8 * MIB
 
 
 class SmallBlocks(nn.Module):
