@@ -376,7 +376,7 @@ def _read_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, object]]:
 def _read_file(path: Path) -> Iterator[tuple[str, object]]:
     """Each option that a TOML file sets, with its value."""
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
+        text = path.expanduser().read_text(encoding="utf-8-sig")
         table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(
@@ -385,7 +385,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, object]]:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}: line {line}: is not UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from error
     for name, value in table.items():
         place = f"{path}: line {_line_of(name, text)}:"

@@ -24,7 +24,8 @@ def replayed_plan(config: Config) -> Plan | None:
     Raises:
         FileFormatError: the file is no plan.
         InvalidPlanError: the plan does not hold.
-        PlanMismatchError: it takes more than the budgets of `config`.
+        PlanMismatchError: it takes more than the budgets of `config`, or moves training state
+            that is to stay.
         UnsupportedError: it has updates on the host's cores.
     """
     if config.plan == "auto":
@@ -41,6 +42,11 @@ def replayed_plan(config: Config) -> Plan | None:
             f"{config.plan}: {len(plan.host_updates)} updates run on the host's cores in this "
             "plan; plans can be made and simulated so, but are not replayed. Plan again for a "
             "machine without host_cores; here the option host_updates has updates run on the host"
+        )
+    if config.training_state == "stays" and _has_state(plan):
+        raise PlanMismatchError(
+            f"{config.plan}: the plan moves parameters, gradients and optimizer state, and "
+            'training_state is "stays"; leave training_state out, or plan again with it'
         )
     chunk_bytes = plan.trace.fingerprint.chunk_bytes or 0
     if chunk_bytes > plan.budgets.device_bytes:
@@ -62,10 +68,14 @@ def configured_for(plan: Plan, config: Config) -> Config:
     """`config` with what the plan takes for granted: whether training state moves, and where."""
     if config.host_budget is None:
         config = dataclasses.replace(config, host_budget=Budget(nbytes=plan.budgets.host_bytes))
-    if all(tensor.kind is TensorKind.ACTIVATION for tensor in plan.trace.tensors):
+    if not _has_state(plan):
         return dataclasses.replace(config, training_state="stays")
     budget = Budget(nbytes=plan.budgets.device_bytes)
     return dataclasses.replace(config, device_budget=budget, training_state="moves")
+
+
+def _has_state(plan: Plan) -> bool:
+    return any(tensor.kind is not TensorKind.ACTIVATION for tensor in plan.trace.tensors)
 
 
 def _require_within(

@@ -27,6 +27,8 @@ MAX_INT = (1 << 62) - 1
 """Bytes and nanoseconds beyond this (146 years) are refused, so that sums of a few fit 64 bits."""
 MAX_TEXT = 1 << 16
 """Longest name in characters."""
+MAX_MESSAGE = 1000
+"""Characters that an error shows at most, about."""
 
 
 def write_object(value: dict[str, object], path: Path) -> None:
@@ -127,7 +129,7 @@ def _parse(text: str, path: Path) -> object:
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
             message = f'{path}: has the field "{twice}" twice in one object'
-            raise FileFormatError(printable(message))
+            raise FileFormatError(_shortened(printable(message)))
         return result
 
     try:
@@ -184,7 +186,8 @@ class Node:
 
     def fail(self, problem: str) -> FileFormatError:
         """The error to raise: the path of this value and what is wrong with it."""
-        return FileFormatError(printable(f"{self._where}: {problem}".replace(": : ", ": ")))
+        message = printable(f"{self._where}: {problem}".replace(": : ", ": "))
+        return FileFormatError(_shortened(message))
 
     def only(self, fields: Iterable[str]) -> "Node":
         """Itself, after a check that it is an object with no other than these fields."""
@@ -273,6 +276,14 @@ class Node:
 def printable(text: str) -> str:
     """Text on one line without what a terminal would obey, which a file may contain."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _shortened(message: str) -> str:
+    """Without the middle of a name of thousands of characters."""
+    if len(message) <= MAX_MESSAGE:
+        return message
+    half = MAX_MESSAGE // 2
+    return f"{message[:half]} ... {message[-half:]}"
 
 
 def _describe(value: object) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from teraplan.checker.check_plan import require_valid
+from teraplan.errors import PlanMismatchError
 from teraplan.files.plan_file import read_plan
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import Lesson
@@ -125,6 +126,8 @@ def test_a_plan_file_with_training_state_is_replayed(tmp_path: Path) -> None:
         assert_same(first, replayed)
         assert planned_case()[1] == plan
         assert replayed.statuses[-1].diverged_steps == 0
+    with pytest.raises(PlanMismatchError, match=r'training_state is "stays"; leave'):
+        run(training(adamw), plan=str(path), training_state="stays")
 
 
 @pytest.mark.slow

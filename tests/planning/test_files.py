@@ -150,6 +150,15 @@ def test_a_terminal_obeys_no_label(plan_path: Path) -> None:
     assert read_plan(plan_path).trace.tensors[0].layer == r"\x1b[31mred\n"
 
 
+def test_an_error_is_short_however_long_a_name_is(plan_path: Path) -> None:
+    data = json.loads(plan_path.read_text())
+    data["x" * 50_000] = 1
+    plan_path.write_text(json.dumps(data))
+    with pytest.raises(FileFormatError, match=r'plan\.json: unknown field "x') as caught:
+        read_plan(plan_path)
+    assert len(str(caught.value)) < 1100
+
+
 @pytest.mark.parametrize("field", ["policy", "trace", "migrations", "prediction", "schema"])
 def test_refuses_missing_fields(plan_path: Path, field: str) -> None:
     data = json.loads(plan_path.read_text())

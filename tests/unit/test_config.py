@@ -270,6 +270,12 @@ def test_malformed_file_has_path_and_line(tmp_path: Path) -> None:
     path.write_bytes(b'\n\npolicy = "\xe9"\n')
     with pytest.raises(ConfigError, match=r"latin\.toml: line 3: is not UTF-8"):
         Config.from_env({"TERAPLAN_CONFIG": str(path)})
+    with pytest.raises(ConfigError, match=r"teraplan\.toml: is not TOML: .*recursion"):
+        from_file(tmp_path, f"a = {'[' * 5000}{']' * 5000}\n")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    assert from_file(tmp_path, "\ufeffstrict = true\n").strict
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
