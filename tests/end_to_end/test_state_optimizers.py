@@ -178,7 +178,7 @@ def test_a_step_with_objects_that_may_count_runs_as_a_whole() -> None:
     limited = run_moving(program, LESS)
     assert_same(run(program, device_budget=100 << 30, training_state="stays"), limited)
     assert "Scheduled keeps an object in warm that" in str(limited.final.fallbacks)
-    assert limited.final.state_read_bytes > 0
+    assert max(status.state_read_bytes for status in limited.statuses) > 0
 
 
 class Both(torch.optim.Optimizer):

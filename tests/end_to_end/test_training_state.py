@@ -16,6 +16,7 @@ from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.process import census
 from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import (
+    BUDGET,
     DEPTH,
     ROWS,
     STEPS,
@@ -362,7 +363,7 @@ def test_what_another_session_has_moved_away_takes_no_memory_of_the_device() -> 
         kept.append(adamw(parameters))
         return kept[-1]
 
-    run_moving(training(make_optimizer))
+    run_moving(training(make_optimizer), budget=BUDGET - BUDGET // 8)
     others = Run({"kernels": "aot_eager", "device_budget": 100 << 30, "training_state": "stays"})
     training(adamw)(others)
     (staying,) = [s for s in sessions() if s.keeper.state is None]
