@@ -6,6 +6,7 @@ can hold what has to be elsewhere. The registry adds the prediction and lets not
 independent checker refuses.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +45,8 @@ class Problem:
     limit_bytes: int
     """The most bytes on the device: the lower of budget and capacity."""
     tier_bytes: dict[Tier, int]
-    """The most bytes in each other tier that the machine has, fastest way back first."""
+    """The most bytes in each other tier that the machine has, fastest way back first; host memory
+    where both fill the device's port."""
     links: dict[Tier, Link]
     least: LeastBudget
     only_tier: Mapping[int, Tier] = field(default_factory=dict[int, Tier])
@@ -83,7 +85,9 @@ class Problem:
             Tier.HOST: min(host_bytes, _MOST_BYTES),
             Tier.STORAGE: min(budgets.storage_bytes, hardware.storage_capacity_bytes, _MOST_BYTES),
         }
-        by_speed = sorted(links, key=lambda tier: -links[tier].back_bytes_per_s)
+        port = hardware.device_port
+        fastest = math.inf if port is None else port.back_bytes_per_s
+        by_speed = sorted(links, key=lambda tier: -min(links[tier].back_bytes_per_s, fastest))
         return cls(
             trace=trace,
             hardware=hardware,

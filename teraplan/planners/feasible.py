@@ -19,7 +19,7 @@ from teraplan.planners.base import Planner, Problem
 from teraplan.planners.baselines.simple import plan_or_none
 from teraplan.planners.placing.tiers import assign
 from teraplan.planners.placing.victims import choose
-from teraplan.planners.search.first_attempts import first_orders, first_spreads
+from teraplan.planners.search.first_attempts import all_spreads, first_orders, first_spreads
 from teraplan.simulation.memory_curve import peak
 from teraplan.units import format_nbytes
 
@@ -37,7 +37,7 @@ def finds_room(problem: Problem) -> bool:
     periods, pressure = problem.lifetimes, problem.pressure()
     for order in first_orders(problem):
         rows = choose(periods, pressure, order(periods, pressure))
-        for spread in first_spreads(problem):
+        for spread in first_spreads(problem, all_spreads(problem)):
             if rows is not None and assign(problem, rows, spread) is not None:
                 return True
     return False

@@ -17,7 +17,7 @@ from teraplan.errors import (
     FileFormatError,
     InfeasibleBudgetError,
 )
-from teraplan.library.machines import GB, machine_of_teraio
+from teraplan.library.machines import GB, machine_named, machine_of_teraio
 from teraplan.library.models import Workload, trace_of
 from teraplan.planners import make_plan
 from teraplan.planners.base import Planner, Problem
@@ -157,6 +157,18 @@ def test_more_memory_is_never_slower_than_the_plan_before(
         if before is not None:
             assert plan.prediction.step_ns <= before.prediction.step_ns
         before = plan
+
+
+@pytest.mark.slow
+def test_more_disks_behind_a_port_that_the_host_link_fills_are_not_slower() -> None:
+    """Both links at once are no faster there, and each copy gets a part of the port."""
+    names = [f"rtx-4090:ssd={num_ssds}:host=64GiB" for num_ssds in (1, 4)]
+    trace = trace_of(Workload(model="unet", batch=16, length=256), machine_named(names[0]))
+    limit = budgets(peak(device_curve(trace)) * 3 // 5, host_bytes=64 << 30)
+    few, many = (
+        make_plan(trace, machine_named(name).hardware, limit).prediction.step_ns for name in names
+    )
+    assert many <= few
 
 
 def test_a_named_least_budget_can_have_a_margin() -> None:

@@ -22,7 +22,6 @@ def first_orders(problem: Problem) -> tuple[Order, ...]:
     return _GOOD_ORDERS if len(problem.lifetimes) <= PLENTY else _BEST_ORDERS
 
 
-def first_spreads(problem: Problem) -> tuple[Spread, ...]:
-    """All where there are few idle periods, else the last one."""
-    spreads = all_spreads(problem)
+def first_spreads(problem: Problem, spreads: tuple[Spread, ...]) -> tuple[Spread, ...]:
+    """All of these where there are few idle periods, else the last one."""
     return spreads if len(problem.lifetimes) <= NEAR else spreads[-1:]

@@ -87,8 +87,8 @@ _MANY = 1000
 """Idle periods from which on the step is planned coarsely."""
 _FEW = 60
 """Idle periods up to which plans are changed one migration at a time."""
-_WORK, _LEAST = 110_000, 3
-"""Idle periods times attempts of one search, and the least attempts."""
+_WORK, _LEAST, _MOST, _MOST_OF_FEW = 110_000, 3, 60, 200
+"""Idle periods times attempts of one search, and the least and the most attempts."""
 _ENOUGH = 12
 """Attempts that must be left for every way to spread tensors over tiers to be tried."""
 
@@ -137,7 +137,7 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
     if many and not (plenty and hardly_coarser(problem, num_slots)):
         coarse = coarsen(problem, num_slots)
         simulator = coarse.problem.simulator()
-        found = _Search(coarse.problem, simulator).run()
+        found = _searched(coarse.problem, simulator)
         if found is not None:
             plans = finished(coarse.problem, simulator, found.migrations, found.timing)
             best = best_of_step_itself(problem, map(coarse.expand, dict.fromkeys(plans)))
@@ -168,7 +168,7 @@ def _better(one: _Solved | None, other: _Solved | None) -> _Solved | None:
 
 def _solve(problem: Problem, simulator: Simulator, times: StepTimes) -> _Solved | None:
     """The best for one budget; where the step is small, by all that it can be changed to."""
-    attempt = _Search(problem, simulator).run()
+    attempt = _searched(problem, simulator)
     plans: list[_Plan] = []
     if attempt is not None:
         plans.append(finished(problem, simulator, attempt.migrations, attempt.timing)[0])
@@ -199,15 +199,38 @@ def _rungs(problem: Problem) -> list[int]:
     return below[:_RUNGS_BESIDE_HOST] if problem.host_work else below
 
 
+def _searched(problem: Problem, simulator: Simulator) -> _Attempt | None:
+    """The best attempt of a search among all spreads, or of one by which one tier is preferred.
+
+    Behind a port that one link fills, what goes over both is no faster, and each copy that the
+    computation waits for gets a part of it: to use the other where the first has no room is better
+    in the end than it looks in the first attempts, by which a search decides.
+    """
+    found = _Search(problem, simulator, all_spreads(problem)).run()
+    shares_port = problem.hardware.device_port is not None and len(problem.links) > 1
+    if found is None or not shares_port or len(problem.lifetimes) > NEAR:
+        return found
+    if found.cost[0] <= near_bound_ns(problem):
+        return found
+    other = _Search(problem, simulator, (Spread.SHORT_IDLE_FAST,)).run()
+    return found if other is None or found.cost <= other.cost else other
+
+
+def _num_attempts(num_periods: int) -> int:
+    most = _MOST_OF_FEW if num_periods <= NEAR else _MOST
+    return max(_LEAST, min(most, _WORK // (num_periods + 1)))
+
+
 @final
 class _Search:
     """The attempts for one budget."""
 
-    def __init__(self, problem: Problem, simulator: Simulator) -> None:
+    def __init__(self, problem: Problem, simulator: Simulator, spreads: tuple[Spread, ...]) -> None:
         self._problem = problem
+        self._spreads = spreads
         self._simulator = simulator
         self._bound = near_bound_ns(problem)
-        self._left = max(_LEAST, min(60, _WORK // (len(problem.lifetimes) + 1)))
+        self._left = _num_attempts(len(problem.lifetimes))
         self._is_long = len(problem.lifetimes) > PLENTY
         self._best: _Attempt | None = None
         self._prices = np.zeros((2, problem.lifetimes.num_sites))
@@ -221,7 +244,7 @@ class _Search:
         pressure = self._problem.pressure()
         ideal = self._problem.lifetimes.site_ns.astype(np.float64)
         for order in first_orders(self._problem):
-            for spread in first_spreads(self._problem):
+            for spread in first_spreads(self._problem, self._spreads):
                 self._try(self._choose(pressure, order, spread), EAGER, ideal)
         rough = self._problem.draft and len(self._problem.lifetimes) > _FEW
         if self._best is None or self._is_long or rough:
@@ -231,7 +254,7 @@ class _Search:
         self._compares = False
         if self._left >= _ENOUGH:
             order = self._best.chosen.order
-            for spread in all_spreads(self._problem):
+            for spread in self._spreads:
                 self._try(self._choose(pressure, order, spread), EAGER, ideal)
         self._try_baseline()
         for pace in _PACES[1:]:
