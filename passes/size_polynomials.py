@@ -36,10 +36,12 @@ class SizePolynomials:
         return tuple(self._traced(size) for size in self.sizes)
 
     def nbytes_of(self, node: fx.Node) -> Polynomial:
-        """Of the node's tensor; () if it is no tensor."""
+        """Of the node's tensor; () if it is no tensor. Of a sparse one, of what it is made of."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return ()
+        if value.layout is not torch.strided:
+            return total(map(self.nbytes_of, node.all_input_nodes))
         fixed, varying = value.dtype.itemsize, sympy.Integer(1)
         shape: Iterable[Any] = value.shape
         for size in shape:

@@ -54,10 +54,15 @@ class _Span:
 
 
 def nbytes_of(node: fx.Node) -> int:
-    """Bytes of the node's tensor as traced (hints for symbolic sizes); 0 if it is no tensor."""
+    """Bytes of the node's tensor as traced (hints for symbolic sizes); 0 if it is no tensor.
+
+    Of a sparse one, those of what it is made of.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0
+    if value.layout is not torch.strided:
+        return sum(map(nbytes_of, node.all_input_nodes))
     numel = 1
     for size in value.shape:
         numel *= _hint(size)

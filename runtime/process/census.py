@@ -1,12 +1,13 @@
 """Which tensors a process holds: the state of training, counted once per profile."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, compress
 from typing import Any, TypeVar, cast
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 _T = TypeVar("_T")
 
@@ -61,7 +62,8 @@ def missing_nbytes(device_type: str, *, below: int | None = None) -> tuple[int, 
     if not optimizers_here:  # there will be one
         found = (t for t in _tensors() if isinstance(t, torch.nn.Parameter))
         parameters = {id(p): p for p in found}
-    gradients = sum(p.nbytes for p in parameters.values() if counts(p) and p.grad is None)
+    dense = (p for p in parameters.values() if not has_sparse_gradient(p))
+    gradients = sum(p.nbytes for p in dense if counts(p) and p.grad is None)
     states = sum(
         count * p.nbytes
         for optimizer in optimizers_here
@@ -69,6 +71,21 @@ def missing_nbytes(device_type: str, *, below: int | None = None) -> tuple[int, 
         if counts(p)
     )
     return gradients, states
+
+
+_with_sparse_gradients = WeakIdKeyDictionary()
+
+
+def note_sparse_gradients(modules: Iterable[torch.nn.Module]) -> None:
+    """Of the modules whose backward makes sparse gradients, as large as what was used of them."""
+    for part in chain.from_iterable(module.modules() for module in modules):
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse:
+            _with_sparse_gradients[part.weight] = True
+
+
+def has_sparse_gradient(parameter: torch.Tensor) -> bool:
+    """True if `note_sparse_gradients` has met it: there is no tensor of its size but its state."""
+    return parameter in _with_sparse_gradients
 
 
 STATES_OF_UNKNOWN = 2

@@ -163,12 +163,14 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
             plan = plans.make(case, like=old)
         except InfeasibleBudgetError:  # sums allow it, but whole tensors do not fit together
             case.reserve_bytes = before
+    held_back = case.reserve_bytes - before
     return Lesson(
         plan=plan,
-        held_back_bytes=case.reserve_bytes - before,
+        held_back_bytes=held_back,
         fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
         f"{format_nbytes(budget_bytes)}: of the {format_nbytes(beyond)} to be held back for free "
-        f"memory between tensors, only {format_nbytes(case.reserve_bytes - before)} can be",
+        f"memory between tensors, only {format_nbytes(held_back)} can be; a device_budget of "
+        f"{format_nbytes(budget_bytes + beyond - held_back)} has room for all of it",
     )
 
 

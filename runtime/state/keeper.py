@@ -66,6 +66,8 @@ class StateKeeper:
         """Why no parameter is updated in the backward although they are to be."""
         self._tensors_at_once, self._num_temporaries = _TENSORS_AT_ONCE, TEMPORARIES
         self._largest_bytes = self._largest_trained_bytes = self._together_bytes = 0
+        self._largest_sparse_bytes = 0
+        """Of those whose gradients are sparse, and no tensors of their size."""
         self._used_at_once_bytes = 0
         """By a graph, of parameters."""
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] | None = None
@@ -169,6 +171,7 @@ class StateKeeper:
     def meet(self, inputs: Iterable[object]) -> None:
         """A graph with these inputs is about to be compiled."""
         used = _parameters(inputs)
+        census.note_sparse_gradients(self._models())
         optimizers = list(_optimizers_of(used)) if self._looks_ahead else []
         states = max(map(census.most_states, optimizers), default=0)
         self._tensors_at_once = max(self._tensors_at_once, 2 + states)
@@ -225,9 +228,12 @@ class StateKeeper:
             if budget is not None:
                 here = sum(p.nbytes for p in parameters if not p.is_meta)
                 self._open(budget - (self._device.state_bytes() - here))
-        trained = (p.nbytes for p in parameters if p.requires_grad)
+        trained = [p for p in parameters if p.requires_grad]
+        sparse = [p.nbytes for p in trained if census.has_sparse_gradient(p)]
+        dense = [p.nbytes for p in trained if not census.has_sparse_gradient(p)]
         self._largest_bytes = max([self._largest_bytes, *(p.nbytes for p in parameters)])
-        self._largest_trained_bytes = max([self._largest_trained_bytes, *trained])
+        self._largest_trained_bytes = max([self._largest_trained_bytes, *dense])
+        self._largest_sparse_bytes = max([self._largest_sparse_bytes, *sparse])
         if self.may_start:
             self._met.update(dict.fromkeys(parameters))
         self._let_have_the_least()
@@ -281,7 +287,8 @@ class StateKeeper:
         if self._config.update == "gradient":  # temporaries, while graphs have their own memory
             at_once += TEMPORARIES
         of_trained = at_once * self._largest_trained_bytes
-        return max(of_trained, self._largest_bytes, self._used_at_once_bytes)
+        of_sparse = (at_once - 1) * self._largest_sparse_bytes
+        return max(of_trained, of_sparse, self._largest_bytes, self._used_at_once_bytes)
 
     def _budget_bytes(self, meta_bytes: int) -> int | None:
         """The device budget if the state is to move under it, else None."""

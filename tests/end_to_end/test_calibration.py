@@ -368,7 +368,7 @@ def test_where_not_all_of_it_can_be_held_back_as_much_is_as_there_is() -> None:
         (case,) = session.cases.values()
         case.corrections = case.reserve_bytes = 0
         lesson = _lesson(session, beyond_bytes=1 << 40)
-        assert "can be" in lesson.fallback
+        assert "can be; a device_budget of 1.25 TiB has room for all of it" in lesson.fallback
         assert lesson.plan is not None
         assert lesson.plan.prediction.device_peak_bytes <= lesson.plan.budgets.device_bytes
         assert case.reserve_bytes == lesson.held_back_bytes > 0

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bench.models import convnet, gpt, moe
 from tests.end_to_end.moving import Optimizers, adamw, check, states
-from tests.end_to_end.training import MLP, Program, Run
+from tests.end_to_end.training import MLP, Program, Run, assert_same, run
 
 pytestmark = pytest.mark.slow
 
@@ -198,3 +198,38 @@ def test_hugging_face(make_model: Callable[[], nn.Module]) -> None:
 
 def test_fused_kernels() -> None:
     check(training(*mlp(), clip=True), budget=500 * KIB, least=True, kernels="inductor")
+
+
+class Words(nn.Module):
+    """Nearly all of its training state is that of an embedding, whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40_000, 64, sparse=True)
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.words(x).mean(1)).square().mean()
+
+
+@pytest.mark.parametrize("state", ["auto", "moves"])
+def test_gradients_that_are_sparse_are_not_counted_as_dense(state: str) -> None:
+    """They were, and temporaries of their size: a budget of 1.5 times the peak was refused."""
+
+    def train(this: Run) -> None:
+        net = Words()
+        this.compile(net)
+        sparse = torch.optim.SparseAdam(net.words.parameters())
+        others = adamw(net.last.parameters())
+        for step in range(6):
+            random = torch.Generator().manual_seed(step)
+            loss = net(torch.randint(0, 40_000, (64, 4), generator=random))
+            torch.autograd.backward(loss)
+            for optimizer in (sparse, others):
+                optimizer.step()
+            net.zero_grad()
+            this.record(loss, net)
+
+    reference = run(train, device_budget=100 << 30, training_state="stays")
+    budget = int(1.1 * reference.final.unlimited_peak_bytes)
+    assert_same(reference, run(train, device_budget=budget, training_state=state))
