@@ -261,7 +261,7 @@ class Staging:
         try:
             record = self._storage.put(part.address, part.nbytes, owner=lease, label=outgoing.label)
         except StorageError as caught:
-            outgoing.fail(caught)
+            outgoing.fail(caught.with_traceback(None))
             return
         outgoing.add(piece, record)
         if outgoing.is_dropped():

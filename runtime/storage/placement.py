@@ -30,7 +30,7 @@ def place(record: Record, stores: Sequence[Store], label: str) -> None:
             try:
                 offsets[store.index] = store.take(record, nbytes, label)
             except StorageError as caught:
-                error, failed = caught, store
+                error, failed = caught.with_traceback(None), store
                 break
         else:
             record.places = _places(record, chosen, offsets)
@@ -38,7 +38,10 @@ def place(record: Record, stores: Sequence[Store], label: str) -> None:
         for store in usable:
             store.give_back(record)
         usable.remove(failed)
-    raise error or StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
+    try:
+        raise error or StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
+    finally:
+        del error  # it holds this frame, and that the callers' with all their tensors
 
 
 def place_one(record: Record, nbytes: int, stores: Sequence[Store], label: str) -> Place:
@@ -54,8 +57,11 @@ def place_one(record: Record, nbytes: int, stores: Sequence[Store], label: str) 
         try:
             return Place(store.index, store.take(record, nbytes, label))
         except StorageError as caught:
-            error = caught
-    raise error or StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
+            error = caught.with_traceback(None)
+    try:
+        raise error or StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
+    finally:
+        del error
 
 
 def _reasons(stores: Sequence[Store]) -> list[str]:

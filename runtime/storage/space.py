@@ -52,23 +52,29 @@ class Space:
                 self._arena.grow(self._extents.size_bytes, step)
             except OSError as error:
                 if error.errno not in FULL:
-                    named = StorageError(
-                        f"{label}: the spill file in {self._directory} cannot grow by "
-                        f"{format_nbytes(step)}: {error.strerror}"
-                    )
-                    named.errno = error.errno
-                    raise named from error
-                cause = error
+                    raise self._cannot_grow(step, label, error) from error
+                cause = error.with_traceback(None)  # it would hold this frame, and that it
             else:
                 self._extents.extend(step)
                 return
         assert cause is not None, "the loop above returned, raised or set a cause"
-        full = StorageFullError(
+        raise self._full(nbytes, label, cause) from cause
+
+    def _cannot_grow(self, nbytes: int, label: str, cause: OSError) -> StorageError:
+        error = StorageError(
+            f"{label}: the spill file in {self._directory} cannot grow by "
+            f"{format_nbytes(nbytes)}: {cause.strerror}"
+        )
+        error.errno = cause.errno
+        return error
+
+    def _full(self, nbytes: int, label: str, cause: OSError) -> StorageFullError:
+        error = StorageFullError(
             f"{label}: needs {format_nbytes(nbytes)} in {self._directory}, where "
             f"{format_nbytes(self._arena.available_bytes(self._directory))} are "
             f"{self._arena.room} and "
             f"{format_nbytes(self.free_bytes)} in the spill file ({cause.strerror}); "
             f"{remedy_of(cause, self._arena)}"
         )
-        full.errno = cause.errno
-        raise full from cause
+        error.errno = cause.errno
+        return error

@@ -209,7 +209,8 @@ class Words(nn.Module):
         self.last = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.words(x).mean(1)).square().mean()
+        result: Tensor = self.last(self.words(x).mean(1))
+        return result.square().mean()
 
 
 @pytest.mark.parametrize("state", ["auto", "moves"])

@@ -1,13 +1,16 @@
 """What happens when the disk, the kernel or a library fails. Faults enter at the system calls."""
 
 import errno
+import gc
 import os
 import resource
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +84,44 @@ def test_a_failed_write_names_everything_and_shows_in_its_read(
         storage.wait(late, what="the test")
     storage.drop(record)
     assert storage.bytes_in_use == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("num_failures", [1, 100])
+def test_what_callers_hold_goes_when_they_return_though_there_was_no_room(
+    storage: Storage,
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    num_failures: int,
+) -> None:
+    """Not when garbage is collected: autograd copies a gradient that somebody else holds, too."""
+
+    class Held:
+        pass
+
+    failures = [OSError(code, os.strerror(code)) for _ in range(num_failures)]
+    really = arena.Arena.grow
+
+    def grow(one: arena.Arena, size_bytes: int, nbytes: int) -> None:
+        if failures:
+            raise failures.pop()
+        really(one, size_bytes, nbytes)
+
+    def put() -> "weakref.ref[Held]":
+        held = Held()
+        with suppress(StorageError):
+            storage.drop(_put(storage, memory(MIB)))
+        return weakref.ref(held)
+
+    monkeypatch.setattr(arena.Arena, "grow", grow)
+    gc.collect()
+    gc.disable()
+    try:
+        assert put()() is None
+    finally:
+        gc.enable()
+    assert len(failures) < num_failures
 
 
 def test_a_disk_that_fills_up_under_a_write_is_full(
