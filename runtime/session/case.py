@@ -72,6 +72,8 @@ class Case:
     durations_ns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     schedule: Schedule | None = None
     budgets: Budgets | None = None
+    peak_bytes: int = 0
+    """The most that the process took in steps under the plan in force."""
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
     calibration: Calibration = field(default_factory=Calibration)

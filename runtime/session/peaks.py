@@ -10,13 +10,11 @@ class Peaks:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._planned_bytes = 0
-        """In steps under the plan in force."""
 
-    def forget(self) -> None:
-        """Another plan comes into force."""
+    def forget(self, case: Case) -> None:
+        """Another plan comes into force for a kind of step."""
         self._device.take_peak()
-        self._planned_bytes = 0
+        case.peak_bytes = 0
 
     def leave_out_what_followed(self, recorder: StepRecorder) -> None:
         """A step begins: what came after the last one, or was refused, is no step's."""
@@ -25,9 +23,9 @@ class Peaks:
             self._device.let_go(beyond_bytes)
             self._device.take_peak()
 
-    def add(self, recorder: StepRecorder) -> None:
+    def add(self, case: Case, recorder: StepRecorder) -> None:
         """A step under the plan in force has ended."""
-        self._planned_bytes = max(self._planned_bytes, recorder.peak_bytes)
+        case.peak_bytes = max(case.peak_bytes, recorder.peak_bytes)
 
     def of_tensors(self, case: Case | None, recorder: StepRecorder | None) -> int:
         """The most that tensors took in steps under the plan in force; -1 if unknown.
@@ -39,5 +37,5 @@ class Peaks:
         if case is None or case.schedule is None or case.memory is None:
             return -1
         ended_bytes = recorder.peak_bytes if recorder is not None else 0
-        peak_bytes = max(self._planned_bytes, ended_bytes or self._device.peak_bytes())
+        peak_bytes = max(case.peak_bytes, ended_bytes or self._device.peak_bytes())
         return peak_bytes - case.memory.overhead_bytes

@@ -95,9 +95,7 @@ class Session:
         self.active: Case | None = None
         self.steps = self.diverged_steps = self.last_used_ns = 0
         self.fallbacks: list[str] = []
-        self._compiles = self._compiles_entered = self._compiles_seen = 0
-        self._num_measured = 0
-        """Steps so far in which memory was measured."""
+        self._compiles = self._compiles_entered = self._compiles_seen = self._num_measured = 0
         self._rehearses = False
         """The step under way is unlike those that follow."""
         self._called = False
@@ -221,7 +219,7 @@ class Session:
             self._finish_step()
         elif self.engine.recorder is not None:
             self._peaks.leave_out_what_followed(self.engine.recorder)
-        key = (table.graph, shapes)
+        key, before = (table.graph, shapes), self.active
         self.active = case = self.cases.setdefault(key, Case(number=len(self.cases)))
         case.meet(table)
         case.num_begun += 1
@@ -239,6 +237,8 @@ class Session:
         if self.steps == 0:
             log.info("%s", first_words(self, self._shares.rest_bytes))
             self.device.has_compiled()
+        elif case is not before:
+            self.device.has_planned(anew=False)  # what steps of other kinds have left in the heap
         self.engine.begin_step(recorder, case.schedule, *self._shares.limits(case))
         self._bounds.begin()
 
@@ -287,7 +287,7 @@ class Session:
         assert case.schedule is not None
         engine, moved = self.engine, self.last_transfers
         case.num_diverged = 0
-        self._peaks.add(recorder)
+        self._peaks.add(case, recorder)
         if self.device.waits_to_tell and not case.samples_run():
             return
         plan, step = case.schedule.plan, case.schedule.step
@@ -308,7 +308,7 @@ class Session:
             self.device.has_planned(anew=not lesson.only_predicts)
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
-            self._peaks.forget()
+            self._peaks.forget(case)
 
     def _finish_diverged_step(self, case: Case, *, with_new_graphs: bool) -> None:
         """It says nothing of its plan, but that the plan is perhaps for steps of the past."""
@@ -345,7 +345,7 @@ class Session:
         if plan is not None:
             self._follow(case, plan)
             self.device.run_fast()  # with no free memory left over
-            self._peaks.forget()
+            self._peaks.forget(case)
 
     def _knows(self, table: GraphTable) -> bool:
         return self.active is not None and self.active.knows(table)

@@ -108,6 +108,27 @@ def test_what_the_process_grows_by_when_a_graph_is_compiled_is_no_tensors() -> N
     assert ample.final.actual_peak_bytes <= 1.05 * ample.final.predicted_peak_bytes + 8 * MIB
 
 
+@pytest.mark.slow
+def test_what_a_step_of_other_sizes_leaves_in_the_heap_is_not_held_back() -> None:
+    """The first one of its kind is not measured, and nothing was given back after counting."""
+
+    def train(this: Run) -> None:
+        net = Convolutions()
+        this.compile(net, dynamic=True)
+        optimizer = torch.optim.SGD(net.parameters())
+        for step in range(16):
+            size = 24 if step in (9, 11, 13) else 32
+            loss = net(torch.randn(4, 3, size, size))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    limited = tight(train, run(train, device_budget="1000%"), 0.5)
+    assert limited.final.fallbacks == ()
+    assert limited.final.held_back_bytes < MIB
+
+
 class SmallBlocks(nn.Module):
     """Many activations of fewer than 256 KiB, each as large as the one before it."""
 

@@ -61,7 +61,7 @@ def test_encoder() -> None:
 @pytest.mark.slow
 def test_convnet_with_batch_norm() -> None:
     config = convnet.ConvNetConfig(num_stages=2, blocks_per_stage=1, image_size=16)
-    program = _twenty(lambda: convnet.build(config), lambda step: convnet.batch(config, 8, step))
+    program = _twenty(lambda: convnet.build(config), lambda step: convnet.batch(config, 32, step))
     check(program, *FEWER)
 
 

@@ -116,8 +116,9 @@ def tight(program: Program, reference: Run, fraction: float, **options: object) 
 def moving(program: Program, reference: Run, fraction: float, **options: object) -> Run:
     """As `tight`, with less memory where that was ample: measured less than the reference was."""
     limited = tight(program, reference, fraction, **options)
-    if limited.moved_bytes == 0:
-        limited = tight(program, reference, fraction - _LESS, **options)
+    while limited.moved_bytes == 0 and fraction > _LESS:
+        fraction -= _LESS
+        limited = tight(program, reference, fraction, **options)
     return limited
 
 

@@ -48,6 +48,15 @@ class Plain(torch.optim.Optimizer):
         return gradient
 
 
+class Refusing(Plain):
+    """Raises where a gradient is not finite."""
+
+    def direction(self, p: Tensor, gradient: Tensor, number: int) -> Tensor:
+        if not gradient.isfinite().all():
+            raise ArithmeticError("not finite")
+        return gradient
+
+
 class ByParameter(Plain):
     """A momentum of each parameter in a dict of its own."""
 
@@ -394,3 +403,9 @@ def _bytes(optimizer: torch.optim.Optimizer) -> list[bytes]:
         else:
             found.append(torch.tensor(container))
     return [torch.as_tensor(t).detach().numpy().tobytes() for t in found]
+
+
+def test_one_that_raises_where_a_gradient_is_not_finite_is_told_of_by_that() -> None:
+    """A trial on copies has such a gradient, whatever the user's are."""
+    with pytest.raises(UnsupportedError, match=r"not finite; tried on copies, where another one's"):
+        why_not_by_itself(_made(Refusing, each=False)[0], (), {}, remedy="")

@@ -34,6 +34,7 @@ KEPT_FOR_ALL = (
     "what it keeps in param_groups, in attributes of its own or in state under a name depends on "
     "all of them"
 )
+_OF_A_TRIAL = "tried on copies, where another one's gradient is not finite"
 _ENDS = (OutOfReachError, ClosureTwiceError)
 _OF_EACH_SORT = 2
 """Parameters of each number of dimensions: a norm may be over matrices alone."""
@@ -73,7 +74,8 @@ def why_not_by_itself(
     except Exception as error:
         raise UnsupportedError(
             f"the step of {type(optimizer).__name__} fails for one or two of its parameters alone "
-            f"({type(error).__name__}: {error}), so it cannot run in parts; {remedy}"
+            f"({'; '.join([f'{type(error).__name__}: {error}', *getattr(error, '__notes__', ())])}"
+            f"), so it cannot run in parts; {remedy}"
         ) from error
     finally:
         torch.set_rng_state(random)
@@ -145,7 +147,12 @@ def _why_not_any(
         order = [a, *others] if draws else [*others, a]
         for largest in (LOUD, QUIET, NOT_FINITE) if others else ():
             beside = UpdateTrial(optimizer, order, a, others=largest, cut=cut)
-            beside.run(args, kwargs)
+            try:
+                beside.run(args, kwargs)
+            except Exception as error:
+                if largest is NOT_FINITE:
+                    error.add_note(_OF_A_TRIAL)
+                raise
             torch.set_rng_state(random)
             if alone.target_bytes != beside.target_bytes:
                 return "with others beside it, the same one with the same gradient becomes another"
