@@ -185,12 +185,12 @@ class Device(ABC):
         Called once, since to look for it takes some time.
         """
 
-    def has_planned(self, *, anew: bool) -> None:  # noqa: B027  most do not share memory with it
-        """A plan was made in the middle of training, or predicted: what that took is free again.
+    def give_back_heap(self, *, cycles: bool) -> None:  # noqa: B027  most do not share memory with it
+        """What was done between steps of training is over: the memory that it took is free again.
 
         Args:
-            anew: it was made, which leaves cycles behind. Looking for them takes a third of a
-                second in a process with a compiler in it.
+            cycles: it leaves some behind, as the making of a plan does. Looking for them takes a
+                third of a second in a process with a compiler in it.
         """
 
     def hold_less(self, nbytes: int) -> None:

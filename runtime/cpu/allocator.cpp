@@ -162,8 +162,8 @@ struct PoolAllocator final : c10::Allocator {
 extern "C" {
 
 // Put this allocator in the place of PyTorch's, once; it does the same until it serves. What a pool
-// gives for tensors of `least` bytes and more is a multiple of `unit`, where it would be few of
-// them of `page`. False if another one stays.
+// gives for tensors of `least` bytes and more is a multiple of `unit`; of `page`, where that would
+// be few units. False if another one stays.
 bool install(size_t least, size_t unit, size_t page) {
   least_nbytes = least;
   unit_nbytes = unit;

@@ -19,7 +19,7 @@ from teraplan.values.graph_table import MIN_SLOT_BYTES
 MIN_BLOCK_BYTES = MIN_SLOT_BYTES
 """Smaller tensors are left to the heap: they do not move."""
 UNIT_BYTES = 64 << 10
-"""What a pool gives is a multiple of it, where it is some of them; else whole pages."""
+"""What a pool gives is a multiple of it; of pages, where that would be few units."""
 
 _SOURCE = Path(__file__).with_name("allocator.cpp")
 

@@ -209,8 +209,8 @@ class CpuDevice(Device):
         gc.collect()
         self._malloc.trim()
 
-    def has_planned(self, *, anew: bool) -> None:
-        if anew:
+    def give_back_heap(self, *, cycles: bool) -> None:
+        if cycles:
             gc.collect(_YOUNG)
         self._malloc.trim()
         process_memory.reset_peak()

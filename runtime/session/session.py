@@ -238,7 +238,7 @@ class Session:
             log.info("%s", first_words(self, self._shares.rest_bytes))
             self.device.has_compiled()
         elif case is not before:
-            self.device.has_planned(anew=False)  # what steps of other kinds have left in the heap
+            self.device.give_back_heap(cycles=False)  # of steps of other kinds
         self.engine.begin_step(recorder, case.schedule, *self._shares.limits(case))
         self._bounds.begin()
 
@@ -305,7 +305,7 @@ class Session:
             self.fall_back(lesson.fallback)
         if lesson.plan is not None:
             self._follow(case, lesson.plan, anew=not lesson.only_predicts)
-            self.device.has_planned(anew=not lesson.only_predicts)
+            self.device.give_back_heap(cycles=not lesson.only_predicts)
         if lesson.held_back_bytes:
             self.device.hold_less(lesson.held_back_bytes)
             self._peaks.forget(case)

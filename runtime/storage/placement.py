@@ -22,7 +22,7 @@ def place(record: Record, stores: Sequence[Store], label: str) -> None:
         record.places = [Place(0, 0)]
         return
     usable = [store for store in stores if store.why_retired is None]
-    error: StorageError | None = None
+    failures: list[StorageError] = []
     while usable:
         chosen = _choose(record, usable)
         offsets: dict[int, int] = {}
@@ -30,7 +30,8 @@ def place(record: Record, stores: Sequence[Store], label: str) -> None:
             try:
                 offsets[store.index] = store.take(record, nbytes, label)
             except StorageError as caught:
-                error, failed = caught.with_traceback(None), store
+                failures.append(caught.with_traceback(None))
+                failed = store
                 break
         else:
             record.places = _places(record, chosen, offsets)
@@ -38,10 +39,7 @@ def place(record: Record, stores: Sequence[Store], label: str) -> None:
         for store in usable:
             store.give_back(record)
         usable.remove(failed)
-    try:
-        raise error or StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
-    finally:
-        del error  # it holds this frame, and that the callers' with all their tensors
+    raise _last_of(failures, label, stores)
 
 
 def place_one(record: Record, nbytes: int, stores: Sequence[Store], label: str) -> Place:
@@ -51,17 +49,25 @@ def place_one(record: Record, nbytes: int, stores: Sequence[Store], label: str) 
         StorageError: no store takes it.
     """
     now_ns = perf_counter_ns()
-    error: StorageError | None = None
+    failures: list[StorageError] = []
     usable = [store for store in stores if store.why_retired is None]
     for store in sorted(usable, key=lambda one: one.finish_ns(nbytes, now_ns)):
         try:
             return Place(store.index, store.take(record, nbytes, label))
         except StorageError as caught:
-            error = caught.with_traceback(None)
-    try:
-        raise error or StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
-    finally:
-        del error
+            failures.append(caught.with_traceback(None))
+    raise _last_of(failures, label, stores)
+
+
+def _last_of(failures: list[StorageError], label: str, stores: Sequence[Store]) -> StorageError:
+    """What to raise, taken out of the list.
+
+    An error that is raised holds the frame, and that its callers' with all their tensors; a frame
+    that holds the error as well keeps them until garbage is collected.
+    """
+    if failures:
+        return failures.pop()
+    return StorageError(f"{label}: not moved: " + "; ".join(_reasons(stores)))
 
 
 def _reasons(stores: Sequence[Store]) -> list[str]:

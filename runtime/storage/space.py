@@ -53,7 +53,7 @@ class Space:
             except OSError as error:
                 if error.errno not in FULL:
                     raise self._cannot_grow(step, label, error) from error
-                cause = error.with_traceback(None)  # it would hold this frame, and that it
+                cause = error.with_traceback(None)  # else it holds this frame, which holds it
             else:
                 self._extents.extend(step)
                 return

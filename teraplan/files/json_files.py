@@ -129,7 +129,7 @@ def _parse(text: str, path: Path) -> object:
             names = [name for name, _ in pairs]
             twice = next(name for name in names if names.count(name) > 1)
             message = f'{path}: has the field "{twice}" twice in one object'
-            raise FileFormatError(_shortened(printable(message)))
+            raise FileFormatError(_for_people(message))
         return result
 
     try:
@@ -186,8 +186,7 @@ class Node:
 
     def fail(self, problem: str) -> FileFormatError:
         """The error to raise: the path of this value and what is wrong with it."""
-        message = printable(f"{self._where}: {problem}".replace(": : ", ": "))
-        return FileFormatError(_shortened(message))
+        return FileFormatError(_for_people(f"{self._where}: {problem}".replace(": : ", ": ")))
 
     def only(self, fields: Iterable[str]) -> "Node":
         """Itself, after a check that it is an object with no other than these fields."""
@@ -278,8 +277,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _shortened(message: str) -> str:
-    """Without the middle of a name of thousands of characters."""
+def _for_people(message: str) -> str:
+    """Printable, and without the middle of a name of thousands of characters."""
+    message = printable(message)
     if len(message) <= MAX_MESSAGE:
         return message
     half = MAX_MESSAGE // 2

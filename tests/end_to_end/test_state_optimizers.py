@@ -1,6 +1,7 @@
 """Optimizers whose parameters and state move: attached, detached, by third parties, refused."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -174,11 +175,11 @@ class Scheduled(Lion):
 
 @pytest.mark.slow
 def test_a_step_with_objects_that_may_count_runs_as_a_whole() -> None:
-    program = training(Scheduled)
+    program = training(Scheduled, make_model=partial(model, depth=DEPTH + 2))
     limited = run_moving(program, LESS)
     assert_same(run(program, device_budget=100 << 30, training_state="stays"), limited)
     assert "Scheduled keeps an object in warm that" in str(limited.final.fallbacks)
-    assert max(status.state_read_bytes for status in limited.statuses) > 0
+    assert limited.final.state_read_bytes > 0
 
 
 class Both(torch.optim.Optimizer):

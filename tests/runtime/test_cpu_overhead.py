@@ -60,7 +60,7 @@ def test_planning_leaves_nothing_in_the_process(device: CpuDevice) -> None:
     made = [bytearray(b"x" * 100_000) for _ in range(200)]
     made.append(made)  # type: ignore[arg-type]  # a cycle, which is collected some time
     del made
-    device.has_planned(anew=True)
+    device.give_back_heap(cycles=True)
     assert process_memory.resident_bytes() - before < 6 * MIB
     assert process_memory.peak_bytes() - before < 6 * MIB
 

@@ -34,7 +34,6 @@ KEPT_FOR_ALL = (
     "what it keeps in param_groups, in attributes of its own or in state under a name depends on "
     "all of them"
 )
-_OF_A_TRIAL = "tried on copies, where another one's gradient is not finite"
 _ENDS = (OutOfReachError, ClosureTwiceError)
 _OF_EACH_SORT = 2
 """Parameters of each number of dimensions: a norm may be over matrices alone."""
@@ -72,10 +71,10 @@ def why_not_by_itself(
     except ClosureTwiceError:
         return "it calls its closure more than once, which updates all parameters in between"
     except Exception as error:
+        said = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         raise UnsupportedError(
             f"the step of {type(optimizer).__name__} fails for one or two of its parameters alone "
-            f"({'; '.join([f'{type(error).__name__}: {error}', *getattr(error, '__notes__', ())])}"
-            f"), so it cannot run in parts; {remedy}"
+            f"({said}), so it cannot run in parts; {remedy}"
         ) from error
     finally:
         torch.set_rng_state(random)
@@ -147,12 +146,7 @@ def _why_not_any(
         order = [a, *others] if draws else [*others, a]
         for largest in (LOUD, QUIET, NOT_FINITE) if others else ():
             beside = UpdateTrial(optimizer, order, a, others=largest, cut=cut)
-            try:
-                beside.run(args, kwargs)
-            except Exception as error:
-                if largest is NOT_FINITE:
-                    error.add_note(_OF_A_TRIAL)
-                raise
+            beside.run(args, kwargs)
             torch.set_rng_state(random)
             if alone.target_bytes != beside.target_bytes:
                 return "with others beside it, the same one with the same gradient becomes another"

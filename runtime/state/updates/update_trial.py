@@ -79,7 +79,7 @@ class UpdateTrial:
         ]
         self._target = next(twin.made for twin in twins if twin.of is target)
         self._identities = {id(p) for p in (*parameters_of(optimizer), *(t.made for t in twins))}
-        self._guard = _Guard(optimizer)
+        self._guard, self._others = _Guard(optimizer), others
         made = self._made = stand_in(optimizer, frozenset())
         containers = attributes_of(made).items()
         self._empty = [n for n, v in containers if isinstance(v, (dict, list, set)) and not v]
@@ -107,8 +107,13 @@ class UpdateTrial:
         elif given:
             given[0] = _once(given[0])
         # Copies are no shapes to compile anything for.
-        with torch.compiler.set_stance("force_eager"), self._guard:
-            plain_step(self._made)(self._made, *given, **named)
+        try:
+            with torch.compiler.set_stance("force_eager"), self._guard:
+                plain_step(self._made)(self._made, *given, **named)
+        except Exception as error:
+            if self._others is NOT_FINITE:
+                error.add_note("tried on copies, where another one's gradient is not finite")
+            raise
 
     @property
     def fills(self) -> str:

@@ -208,9 +208,8 @@ def _searched(problem: Problem, simulator: Simulator) -> _Attempt | None:
     """
     found = _Search(problem, simulator, all_spreads(problem)).run()
     shares_port = problem.hardware.device_port is not None and len(problem.links) > 1
-    if found is None or not shares_port or len(problem.lifetimes) > NEAR:
-        return found
-    if found.cost[0] <= near_bound_ns(problem):
+    is_short = len(problem.lifetimes) <= NEAR
+    if found is None or not (shares_port and is_short) or found.cost[0] <= near_bound_ns(problem):
         return found
     other = _Search(problem, simulator, (Spread.SHORT_IDLE_FAST,)).run()
     return found if other is None or found.cost <= other.cost else other
