@@ -175,7 +175,8 @@ class Scheduled(Lion):
 
 @pytest.mark.slow
 def test_a_step_with_objects_that_may_count_runs_as_a_whole() -> None:
-    program = training(Scheduled, make_model=partial(model, depth=DEPTH + 2))
+    deeper = partial(model, depth=DEPTH + 2)
+    program = training(Scheduled, make_model=deeper, steps=STEPS + 4)
     limited = run_moving(program, LESS)
     assert_same(run(program, device_budget=100 << 30, training_state="stays"), limited)
     assert "Scheduled keeps an object in warm that" in str(limited.final.fallbacks)
