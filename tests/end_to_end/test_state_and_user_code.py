@@ -1,6 +1,7 @@
 """What users do in a step with a model whose state moves: gradients, modules, buffers."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -23,8 +24,12 @@ from tests.end_to_end.moving import (
     sgd,
     states,
     training,
+    weight,
 )
 from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run
+
+_UPDATE_S = 0.015
+"""What has been touched by then is taken out of memory before the next update touches more."""
 
 # -- updates ---------------------------------------------------------------------------------------
 
@@ -34,20 +39,22 @@ def test_an_update_of_the_user_s_own_ends_a_step() -> None:
     """Without an optimizer nothing says so: what a step moves was 0, and nothing came ahead."""
 
     def program(this: Run) -> None:
-        net = model()
+        net = MLP(width=4 * WIDTH, depth=DEPTH, rows=ROWS)
         this.compile(net)
         for step in range(STEPS):
             loss = net(*net.batch(step))
             torch.autograd.backward(loss)
-            this.record(loss, net)
+            this.record(loss, others=[weight(net, 0).grad])
             with torch.no_grad():
                 for p in net.parameters():
                     assert p.grad is not None
                     p.sub_(p.grad, alpha=0.1)
                     p.grad = None
+                    time.sleep(_UPDATE_S)
+        this.record(loss, net)
 
     reference = run(program, device_budget=UNLIMITED, training_state="stays")
-    limited = run_least(program, 1 << 20)
+    limited = run_least(program, 16 << 20)
     assert_same(reference, limited)
     assert limited.statuses[-1].state_read_bytes > 0
     assert moving().arena.timeline.past
