@@ -150,7 +150,7 @@ class Engine:
         self._of_step = []
         self._waiting.clear()
         self._call = -1
-        self.mover.begin_step()
+        self.mover.begin_step(schedule.plan.storage_pace if schedule is not None else None)
         self._rehearsal_limits = rehearsal_limits
         self.recomputer.begin_step(rehearsing=bool(rehearsal_limits))
 

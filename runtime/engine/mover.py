@@ -15,7 +15,7 @@ from teraplan.errors import (
 from teraplan.runtime.device import Copy, Device
 from teraplan.runtime.engine.saved import Saved
 from teraplan.units import format_nbytes
-from teraplan.values.hardware import Tier
+from teraplan.values.hardware import Link, Tier
 from teraplan.values.run_record import StallRecord
 
 
@@ -35,8 +35,9 @@ class Mover:
         """In the order in which they came."""
         self._start_ns = 0
 
-    def begin_step(self) -> None:
-        """From here on stalls and faults are another step's."""
+    def begin_step(self, pace: Link | None) -> None:
+        """From here on stalls and faults are another step's, and storage keeps to `pace`."""
+        self._device.storage.keep_to(pace)
         self.stalls, self.faults = [], []
         self._start_ns = time.perf_counter_ns()
         if torch._C._current_graph_task_id() < 0:  # what an interrupted backward has left in use

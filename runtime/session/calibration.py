@@ -120,7 +120,7 @@ def _link_change(plan: Plan, slower: float, took_ns: int) -> float:
     trace, within_ns = with_durations(plan.trace, slower), int(_EQUAL * took_ns)
 
     def late_ns(change: float) -> int:
-        hardware = plan.hardware.with_links(change)
+        hardware = plan.hardware.with_links(change).paced(plan.storage_pace)
         return predict(trace, hardware, *plan.choices).step_ns - took_ns
 
     late_now_ns = late_ns(1) if plan.migrations else 0

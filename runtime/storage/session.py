@@ -23,6 +23,7 @@ from teraplan.runtime.storage.memory_arena import Room
 from teraplan.runtime.storage.store import WORKERS, Store, Workers
 from teraplan.runtime.storage.traffic import Traffic
 from teraplan.runtime.storage.transfers import Record, Transfer
+from teraplan.values.hardware import Link
 
 _log = logging.getLogger(__name__)
 _DUMP_PATIENCE_S = 0.2
@@ -259,6 +260,10 @@ class Storage:
             else:
                 pieces.append((fd, place.offset, nbytes))
         return pieces
+
+    def keep_to(self, pace: Link | None) -> None:
+        """Drive all directories together no faster than `pace` from now on; None is no limit."""
+        self.traffic.pace.keep_to(pace)
 
     def wait(self, transfer: Transfer, *, what: str) -> int:
         """Nanoseconds waited until `transfer` ended; what is waited for goes first in its queue.

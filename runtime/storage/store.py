@@ -77,6 +77,13 @@ class Reports(Protocol):
         """A worker met a bug; what it had taken will not end."""
 
 
+class Turns(Protocol):
+    """Who says when a worker may begin with what it has taken."""
+
+    def wait(self, direction: Direction, nbytes: int) -> None:
+        """Until then. Without the lock held."""
+
+
 class Store:
     """See the module's text. Every method but `close` is called with `lock` held.
 
@@ -95,6 +102,7 @@ class Store:
         workers: Workers,
         lock: threading.Lock,
         reports: Reports,
+        turns: Turns,
     ) -> None:
         self.directory, self.name = directory, str(directory)
         self.arena, self.index = arena, index
@@ -106,7 +114,7 @@ class Store:
         self.why_retired: str | None = None
         self.held_until_ns = 0
         self.space = Space(directory, arena)
-        self._checksum, self._reports = checksum, reports
+        self._checksum, self._reports, self._turns = checksum, reports, turns
         self._lock = lock
         self._work = threading.Condition(lock)
         self._urgent_work = threading.Condition(lock)
@@ -301,6 +309,7 @@ class Store:
         transfer = chunk.transfer
         if transfer.error is not None:  # another chunk failed: the rest is of no use
             return transfer.error
+        self._turns.wait(transfer.direction, chunk.nbytes)
         transfer.start_ns = transfer.start_ns or perf_counter_ns()
         try:
             checksum = self._checksum and not chunk.record.is_compared

@@ -19,6 +19,7 @@ from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.storage.balance import Balance
 from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory
+from teraplan.runtime.storage.pace import Pace
 from teraplan.runtime.storage.placement import place
 from teraplan.runtime.storage.store import Store, Workers
 from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
@@ -40,7 +41,7 @@ class Traffic:
         checksum: bool,
         workers: Workers,
     ) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.pace = threading.Lock(), Pace()
         # Everything below is guarded by the lock.
         self._ended = threading.Condition(self.lock)
         self._drops: deque[Record] = deque()
@@ -57,6 +58,7 @@ class Traffic:
                 workers=workers,
                 lock=self.lock,
                 reports=self,
+                turns=self.pace,
             )
             for index, one in enumerate(opened)
         )
@@ -188,6 +190,7 @@ class Traffic:
     def close(self, timeout_s: float) -> None:
         """Ends running I/O, fails what is queued, joins the threads, deletes the files."""
         self._stop("the storage was closed")
+        self.pace.close()
         until_ns = perf_counter_ns() + int(timeout_s * 1e9)
         for store in self.stores:
             store.close(until_ns)

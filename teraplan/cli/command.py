@@ -125,7 +125,7 @@ def read_drawn(path: Path, step: int | None) -> Drawn:
     """
     plan, runs = read_plan_or_runs(path)
     plan = as_it_is(plan)
-    simulation = simulate(plan.step, plan.hardware, plan.migrations, plan.host_updates)
+    simulation = simulate(plan.step, plan.machine, plan.migrations, plan.host_updates)
     run = _choose(runs, step, path)
     return Drawn(
         plan=plan,

@@ -48,13 +48,13 @@ def _run(options: argparse.Namespace) -> int:
     broken = tuple(v for v in check_plan(same) if v.kind not in _RUNNABLE)
     if broken:
         return _refuse(options, same, broken)
-    prediction = predict(trace, hardware, *plan.choices)
-    again = replace(plan, trace=trace, hardware=hardware, prediction=prediction)
+    again = replace(same, hardware=hardware)
+    again = replace(again, prediction=predict(trace, again.machine, *plan.choices))
     violations = check_plan(again)
     if violations:
         return _refuse(options, again, violations)
     again = with_bound(again)
-    path = critical_path(again.step, hardware, plan.migrations, plan.host_updates)
+    path = critical_path(again.step, again.machine, plan.migrations, plan.host_updates)
     if options.json:
         emit_json(plan_json(again) | {"fits": True, "critical_path": path.as_json()})
     else:

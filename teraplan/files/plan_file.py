@@ -31,8 +31,9 @@ SCHEMA = "teraplan.plan"
 # 4 (2026-11): `host_bytes` of migrations; before, each tensor went to one tier as a whole.
 # 5 (2026-11): `hardware.staging_bytes`; before, none was counted.
 # 6 (2026-11): version 4 of traces.
-SCHEMA_VERSION = 6
-READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
+# 7 (2026-11): `storage_pace`; before, storage was always driven as fast as it can.
+SCHEMA_VERSION = 7
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
 
 PLAN_FIELDS = (
     "policy",
@@ -42,6 +43,7 @@ PLAN_FIELDS = (
     "migrations",
     "host_updates",
     "recomputed",
+    "storage_pace",
     "prediction",
 )
 _RECOMPUTATION_FIELDS = ("tensor", "reason")
@@ -161,6 +163,7 @@ def encode_plan(plan: Plan) -> dict[str, object]:
             {"tensor": names[choice.tensor_id], "reason": choice.reason}
             for choice in plan.recomputed
         ],
+        "storage_pace": _encode_link(plan.storage_pace),
         "prediction": {name: getattr(prediction, name) for name in _PREDICTION_INTS}
         | {
             "bound_ns": prediction.bound_ns,
@@ -192,6 +195,7 @@ def decode_plan(node: Node) -> Plan:
         if node.has("host_updates")
         else (),
         recomputed=_decode_recomputed(node, trace, ids),
+        storage_pace=_decode_link(node.get("storage_pace")) if node.has("storage_pace") else None,
     )
 
 
@@ -230,18 +234,14 @@ def _decode_recomputed(
 
 def encode_hardware(hardware: Hardware) -> dict[str, object]:
     """The JSON object of `hardware`."""
-
-    def link(value: Link | None) -> dict[str, int] | None:
-        return None if value is None else {name: getattr(value, name) for name in _LINK_FIELDS}
-
     return {
         "device": hardware.device,
         "device_capacity_bytes": hardware.device_capacity_bytes,
         "host_capacity_bytes": hardware.host_capacity_bytes,
         "storage_capacity_bytes": hardware.storage_capacity_bytes,
-        "host_link": link(hardware.host_link),
-        "storage_link": link(hardware.storage_link),
-        "device_port": link(hardware.device_port),
+        "host_link": _encode_link(hardware.host_link),
+        "storage_link": _encode_link(hardware.storage_link),
+        "device_port": _encode_link(hardware.device_port),
         "host_cores": None
         if hardware.host_cores is None
         else {name: getattr(hardware.host_cores, name) for name in _CORES_FIELDS},
@@ -267,6 +267,10 @@ def decode_hardware(node: Node) -> Hardware:
         more = f"more than host_capacity_bytes, {hardware.host_capacity_bytes}"
         raise node.get("staging_bytes").fail(f"is {hardware.staging_bytes}, {more}")
     return hardware
+
+
+def _encode_link(link: Link | None) -> dict[str, int] | None:
+    return None if link is None else {name: getattr(link, name) for name in _LINK_FIELDS}
 
 
 def _decode_link(node: Node) -> Link | None:

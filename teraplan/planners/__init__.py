@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -228,7 +228,7 @@ def _predicted(plan: Plan) -> Plan | None:
     """
     if broken_rules(check_plan(plan)):
         return None
-    return replace(plan, prediction=predict(plan.trace, plan.hardware, *plan.choices))
+    return replace(plan, prediction=predict(plan.trace, plan.machine, *plan.choices))
 
 
 def _best(found: Callable[[], Plan], candidates: Sequence[Plan], problem: Problem) -> Plan:
@@ -262,11 +262,19 @@ def _faster(candidate: Plan, problem: Problem, plan: Plan | None) -> Plan | None
         return None
     longer = remade.prediction.step_ns > candidate.prediction.step_ns
     if longer and not broken_rules(check_plan(candidate)):
-        late = _predicted(replace(remade, migrations=begun_as_there(candidate)))
-        remade = min((remade, late or remade), key=lambda one: one.prediction.step_ns)
+        others = _as_on_its_machine(candidate, remade)
+        remade = min((remade, *others), key=lambda one: one.prediction.step_ns)
     if plan and remade.prediction.step_ns >= plan.prediction.step_ns:
         return None
     return None if check_plan(remade) else remade
+
+
+def _as_on_its_machine(candidate: Plan, remade: Plan) -> Iterator[Plan]:
+    """The candidate remade for another machine in ways in which copies meet as they did on its own:
+    copies in begin where they began there, or storage is driven as fast as there."""
+    as_fast = replace(remade, storage_pace=candidate.machine.storage_link)
+    late = replace(remade, migrations=begun_as_there(candidate))
+    yield from filter(None, map(_predicted, (as_fast, late)))
 
 
 def planner_named(policy: str) -> Planner:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
 from teraplan.report.folding import by_template, layer_fold, name_template, node_label
+from teraplan.report.plan_text import speed_text
 from teraplan.report.table import TIMES, aligned, shorten
 from teraplan.units import format_nbytes, format_ns
 from teraplan.values.hardware import Tier
@@ -72,6 +73,7 @@ def _facts(before: Plan, after: Plan) -> tuple[Change, ...]:
 
     word("policy", before.policy, after.policy)
     word("updates on the host", str(len(before.host_updates)), str(len(after.host_updates)))
+    word("pace of storage", *map(_pace, (before, after)))
     word("program", _program(before), _program(after))
     word("measured step", *_measured(before.trace, after.trace))
     word("device", before.hardware.device, after.hardware.device)
@@ -80,6 +82,10 @@ def _facts(before: Plan, after: Plan) -> tuple[Change, ...]:
     for (name, old), (_, new) in zip(_numbers(before), _numbers(after), strict=True):
         number(name, old, new, format_ns if name.endswith("time") else format_nbytes)
     return tuple(changes)
+
+
+def _pace(plan: Plan) -> str:
+    return "as fast as it can" if plan.storage_pace is None else speed_text(plan.storage_pace)
 
 
 def _program(plan: Plan) -> str:

@@ -80,8 +80,10 @@ def _tier_table(plan: Plan) -> list[str]:
         ("peak without it", format_nbytes(prediction.unlimited_peak_bytes), "", ""),
         ("out each step", "", *_traffic(prediction.out_bytes)),
         ("back each step", "", *_traffic(prediction.back_bytes)),
-        ("link out, back", "", _speed(hardware.host_link), _speed(hardware.storage_link)),
+        ("link out, back", "", speed_text(hardware.host_link), speed_text(hardware.storage_link)),
     ]
+    if plan.storage_pace is not None:
+        rows.append(("driven at most at", "", "", speed_text(plan.storage_pace)))
     return aligned(rows, "<>>>")
 
 
@@ -94,7 +96,8 @@ def _traffic(by_tier: dict[Tier, int]) -> tuple[str, str]:
     return host, storage
 
 
-def _speed(link: Link | None) -> str:
+def speed_text(link: Link | None) -> str:
+    """Out of the device and back to it."""
     if link is None:
         return "none"
     return f"{format_bandwidth(link.out_bytes_per_s)}, {format_bandwidth(link.back_bytes_per_s)}"
@@ -170,6 +173,7 @@ def plan_json(plan: Plan, *, everything: bool = False) -> dict[str, object]:
         "num_migrations": len(plan.migrations),
         "num_host_updates": len(plan.host_updates),
         "num_recomputed": len(plan.recomputed),
+        "storage_pace": None if plan.storage_pace is None else asdict(plan.storage_pace),
         "rows": [asdict(row) for row in fold(plan)],
     }
     if everything:

@@ -34,6 +34,20 @@ class Link:
             back_while_out_bytes_per_s=max(1, int(self.back_while_out_bytes_per_s * factor)),
         )
 
+    def at_most(self, pace: "Link") -> "Link":
+        """The link, driven no faster than `pace` is; the latency stays."""
+        return replace(
+            self,
+            out_bytes_per_s=min(self.out_bytes_per_s, pace.out_bytes_per_s),
+            back_bytes_per_s=min(self.back_bytes_per_s, pace.back_bytes_per_s),
+            out_while_back_bytes_per_s=min(
+                self.out_while_back_bytes_per_s, pace.out_while_back_bytes_per_s
+            ),
+            back_while_out_bytes_per_s=min(
+                self.back_while_out_bytes_per_s, pace.back_while_out_bytes_per_s
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCores:
@@ -82,6 +96,12 @@ class Hardware:
             host_link=self.host_link.times(factor) if self.host_link else None,
             storage_link=self.storage_link.times(factor) if self.storage_link else None,
         )
+
+    def paced(self, storage: Link | None) -> "Hardware":
+        """The machine with its storage driven no faster than `storage`; None is no limit."""
+        if storage is None or self.storage_link is None:
+            return self
+        return replace(self, storage_link=self.storage_link.at_most(storage))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

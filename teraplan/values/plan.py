@@ -24,7 +24,7 @@ Both parts start at `leave` and at `back`; `gone` and `needed` wait for the late
 
 from dataclasses import dataclass, field
 
-from teraplan.values.hardware import Budgets, Hardware, Tier
+from teraplan.values.hardware import Budgets, Hardware, Link, Tier
 from teraplan.values.recomputed_step import recomputed_step
 from teraplan.values.step_trace import StepTrace
 
@@ -147,6 +147,14 @@ class Plan:
     host_updates: tuple[HostUpdate, ...] = ()
     """All other updates run on the device."""
     recomputed: tuple[Recomputation, ...] = ()
+    storage_pace: Link | None = None
+    """Storage is driven no faster, so that it takes no more of a port that others share than it did
+    where the plan was made. Its latency counts nothing; None is as fast as it can."""
+
+    @property
+    def machine(self) -> Hardware:
+        """The hardware as the plan drives it."""
+        return self.hardware.paced(self.storage_pace)
 
     @property
     def step(self) -> StepTrace:

@@ -16,7 +16,7 @@ from teraplan.cli.entry import COMMANDS
 from teraplan.errors import StorageUnusableError
 from teraplan.files.plan_file import write_plan
 from teraplan.files.trace_file import write_trace
-from teraplan.planners import as_it_is
+from teraplan.planners import as_it_is, with_choices_of
 from teraplan.values.hardware import Link
 from tests.cli.example_files import Captured, Files, assert_one_line, loaded, python
 from tests.report.example_plan import DISK, LINK, make_plan
@@ -75,6 +75,26 @@ def test_diff(files: Files, capsys: Captured) -> None:
     assert_golden("diff.txt", capsys.readouterr().out.removesuffix("\n"))
     assert main(["diff", files.plan, files.run]) == 0
     assert capsys.readouterr().out == "The plans are equal.\n"
+
+
+def test_the_pace_of_storage_is_shown_compared_and_simulated(
+    files: Files, tmp_path: Path, capsys: Captured
+) -> None:
+    path = str(tmp_path / "paced.json")
+    plan = replace(make_plan(), storage_pace=DISK.times(0.01))
+    paced = with_choices_of(plan, plan.trace, plan.hardware)
+    assert paced is not None
+    write_plan(paced, Path(path))
+    assert paced.prediction.step_ns > 2 * make_plan().prediction.step_ns
+    assert main(["check", path]) == 0
+    capsys.readouterr()
+    assert main(["show", path]) == 0
+    assert "driven at most at" in capsys.readouterr().out
+    assert main(["diff", files.plan, path]) == 1
+    assert "as fast as it can" in capsys.readouterr().out
+    assert main(["show", path, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["storage_pace"]["out_bytes_per_s"]
+    assert said == DISK.out_bytes_per_s // 100
 
 
 def test_a_migration_that_is_there_twice_is_a_difference(files: Files, capsys: Captured) -> None:

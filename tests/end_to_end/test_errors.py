@@ -6,6 +6,7 @@ import re
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,11 @@ from teraplan.errors import (
     UnsupportedError,
 )
 from teraplan.files.plan_file import read_plan, write_plan
+from teraplan.simulation.simulate import predict
 from teraplan.values.hardware import Tier
 from tests.end_to_end.conftest import forget_everything
 from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run, training, unlimited
+from tests.fakes.slow_link import link_of
 from tests.planning.test_host_updates import hosted
 
 QUICK = {"kernels": "aot_eager", "profile_steps": 1}
@@ -238,6 +241,19 @@ class TestPlanFiles:
         replayed = run(training(MLP, MLP().batch), plan=str(path))
         assert_same(original, replayed)
         assert replayed.moved_bytes == read_plan(path).prediction.out_bytes[Tier.STORAGE]
+
+    def test_replay_drives_storage_no_faster_than_the_plan_says(
+        self, recorded: tuple[Path, Run], tmp_path: Path
+    ) -> None:
+        plan = read_plan(recorded[0])
+        pace = link_of(32 << 20)
+        slow = replace(plan, storage_pace=pace)
+        slow = replace(slow, prediction=predict(slow.trace, slow.machine, *slow.choices))
+        write_plan(slow, tmp_path / "plan.json")
+        replayed = run(training(MLP, MLP().batch), plan=str(tmp_path / "plan.json"))
+        assert_same(recorded[1], replayed)
+        assert slow.prediction.step_ns > 2 * plan.prediction.step_ns
+        assert replayed.final.actual_step_ns >= slow.prediction.step_ns / 2
 
     def test_replay_in_less_memory_than_the_plan_takes_is_refused(
         self, recorded: tuple[Path, Run]

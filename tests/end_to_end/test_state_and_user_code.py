@@ -41,6 +41,7 @@ def test_an_update_of_the_user_s_own_ends_a_step() -> None:
     def program(this: Run) -> None:
         net = MLP(width=4 * WIDTH, depth=DEPTH, rows=ROWS)
         this.compile(net)
+        loss = torch.zeros(())
         for step in range(STEPS):
             loss = net(*net.batch(step))
             torch.autograd.backward(loss)

@@ -93,7 +93,7 @@ def set_at(path: str, value: object) -> Callable[[Any], None]:
 
 CHANGES: list[tuple[str, object, str]] = [
     ("schema", "other", r'schema: is "other", expected "teraplan.plan"'),
-    ("schema_version", 7, "schema_version: is 7, this teraplan reads 1, 2, 3, 4, 5, 6"),
+    ("schema_version", 8, "schema_version: is 8, this teraplan reads 1, 2, 3, 4, 5, 6, 7"),
     ("surprise", 1, 'unknown field "surprise"'),
     ("policy", 3, "policy: is 3, expected a string"),
     ("budgets/device_bytes", -1, r"budgets.device_bytes: is -1, expected 0 to"),

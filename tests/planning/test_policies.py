@@ -26,6 +26,7 @@ from teraplan.planners.rules import read_rules
 from teraplan.planners.search.coarse import coarsen
 from teraplan.planners.search.stall_driven import plan_by_stalls
 from teraplan.simulation.memory_curve import device_curve, least_budget, peak
+from teraplan.simulation.simulate import predict
 from teraplan.units import MIB
 from teraplan.values.hardware import Budgets, Hardware, Tier
 from teraplan.values.plan import Migration, Plan
@@ -169,6 +170,48 @@ def test_more_disks_behind_a_port_that_the_host_link_fills_are_not_slower() -> N
         make_plan(trace, machine_named(name).hardware, limit).prediction.step_ns for name in names
     )
     assert many <= few
+
+
+@pytest.mark.slow
+@quick
+@given(
+    trace=traces(),
+    hardware=machines(),
+    part=st.floats(0, 1),
+    host=st.integers(0, 200),
+    factors=st.lists(st.sampled_from((1.1, 1.5, 2.0, 4.0)), min_size=1, max_size=3),
+)
+def test_faster_storage_behind_a_port_is_never_slower_than_the_plan_before(
+    trace: StepTrace, hardware: Hardware, part: float, host: int, factors: list[float]
+) -> None:
+    limit = budgets(between(trace, part), host_bytes=host * 1000)
+    hardware = replace(hardware, device_port=hardware.host_link)
+    before = make_plan(trace, hardware, limit)
+    for factor in factors:
+        assert hardware.storage_link is not None
+        hardware = replace(hardware, storage_link=hardware.storage_link.times(factor))
+        plan = make_plan(trace, hardware, limit, candidates=[before])
+        assert check_plan(plan) == ()
+        assert plan.prediction.step_ns <= before.prediction.step_ns
+        before = plan
+
+
+@pytest.mark.slow
+def test_more_disks_are_driven_as_fewer_where_they_would_take_the_port() -> None:
+    """At full speed they take from the host link what it needs, and the same plan is slower."""
+    plans: list[Plan] = []
+    for num_ssds in (1, 2):
+        machine = machine_named(f"gh200:ssd={num_ssds}:host=120GiB")
+        workload = Workload(model="unet", batch=16, length=256)
+        trace = plans[0].trace if plans else trace_of(workload, machine)
+        limit = budgets(peak(device_curve(trace)) // 4, host_bytes=120 << 30)
+        plans.append(make_plan(trace, machine.hardware, limit, candidates=plans))
+    few, many = plans
+    assert few.storage_pace is None
+    assert many.storage_pace == few.hardware.storage_link
+    assert many.migrations == few.migrations
+    assert many.prediction.step_ns == few.prediction.step_ns
+    assert predict(trace, many.hardware, *many.choices).step_ns > many.prediction.step_ns
 
 
 def test_a_named_least_budget_can_have_a_margin() -> None:

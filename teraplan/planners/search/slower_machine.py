@@ -26,7 +26,7 @@ def begun_as_there(plan: Plan) -> tuple[Migration, ...]:
     The memory of no site gets more. A copy in two parts begins with the first of them.
     """
     placed = PlacedStep.of(plan.step, plan.host_updates)
-    simulator = Simulator(placed.trace, plan.hardware, placed.work)
+    simulator = Simulator(placed.trace, plan.machine, placed.work)
     timing = simulator.run(plan.migrations, with_transfers=True)
     sites = timing.site_ns.tolist()
     num_sites = len(sites) - 1

@@ -1,0 +1,68 @@
+"""How fast storage may be driven, where a plan says so: each chunk waits for its turn.
+
+    out    [chunk][chunk]      [chunk]        the next one begins when those before it would have
+    back       [chunk ][chunk ]               been moved by a link as slow as the pace
+
+A link that others share a port with is then left to them for the rest of the time. The disk itself
+is as fast as ever: over any time that is longer than a few chunks, it moves no more.
+"""
+
+import threading
+from time import perf_counter_ns
+
+from teraplan.values.hardware import Link
+from teraplan.values.run_record import Direction
+
+_LONGEST_S = 1.0
+"""No chunk waits for longer: a pace of next to nothing in an edited plan is no hang."""
+
+
+class Pace:
+    """Of all stores of a storage together. Every method may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Everything below is guarded by it.
+        self._link: Link | None = None
+        self._until_ns = dict.fromkeys(Direction, 0)
+        """By then a link as slow as the pace would have moved what has had its turn."""
+        self._closed = False
+
+    def keep_to(self, link: Link | None) -> None:
+        """Nothing is moved faster than over `link` from now on; None is no limit."""
+        if link == self._link:
+            return
+        with self._changed:
+            self._link, self._until_ns = link, dict.fromkeys(Direction, 0)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait(self, direction: Direction, nbytes: int) -> None:
+        """Until it is the turn of `nbytes` in this direction."""
+        link = self._link
+        if link is None:
+            return
+        with self._changed:
+            if self._closed or self._link is not link:
+                return
+            now_ns = perf_counter_ns()
+            begin_ns = max(now_ns, self._until_ns[direction])
+            speed = _bytes_per_s(link, direction, self._until_ns[_other(direction)] > now_ns)
+            self._until_ns[direction] = begin_ns + int(nbytes * 1e9 / speed)
+            patience_s = min((begin_ns - now_ns) / 1e9, _LONGEST_S)
+            self._changed.wait_for(lambda: self._closed or self._link is not link, patience_s)
+
+
+def _other(direction: Direction) -> Direction:
+    return Direction.BACK if direction is Direction.OUT else Direction.OUT
+
+
+def _bytes_per_s(link: Link, direction: Direction, both: bool) -> int:
+    if direction is Direction.OUT:
+        return link.out_while_back_bytes_per_s if both else link.out_bytes_per_s
+    return link.back_while_out_bytes_per_s if both else link.back_bytes_per_s
