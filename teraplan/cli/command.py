@@ -11,6 +11,7 @@ from pathlib import Path
 
 from teraplan.checker.check_plan import broken_rules, check_plan
 from teraplan.errors import ConfigError, FileFormatError
+from teraplan.files.json_files import printable
 from teraplan.files.run_file import read_plan_or_runs
 from teraplan.planners import as_it_is
 from teraplan.report.drawing import Drawing, draw_plan, draw_run
@@ -48,7 +49,8 @@ def require_torch() -> None:
 
 
 def emit(text: str) -> None:
-    """Prints `text`, in ASCII where the terminal cannot show more."""
+    """Prints `text`: nothing that a terminal obeys, and in ASCII where it cannot show more."""
+    text = "\n".join(map(printable, text.split("\n")))
     encoding = sys.stdout.encoding or "ascii"
     try:
         text.encode(encoding)

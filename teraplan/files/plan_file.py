@@ -181,7 +181,7 @@ def decode_plan(node: Node) -> Plan:
     limit = 2 * len(trace.sites) + 1
     budgets = node.get("budgets").only(_BUDGET_FIELDS)
     return Plan(
-        policy=node.get("policy").text(),
+        policy=node.get("policy").label(),
         budgets=Budgets(**{name: budgets.get(name).integer() for name in _BUDGET_FIELDS}),
         hardware=decode_hardware(node.get("hardware")),
         trace=trace,
@@ -205,7 +205,7 @@ def _decode_host_update(node: Node, trace: StepTrace, limit: int) -> HostUpdate:
     if update >= len(trace.updates):
         raise node.get("update").fail(f"is {update}; the trace has {len(trace.updates)} updates")
     sites = {name: node.get(name).integer(limit) for name in _UPDATE_SITES[1:]}
-    return HostUpdate(update=update, reason=node.get("reason").text(), **sites)
+    return HostUpdate(update=update, reason=node.get("reason").label(), **sites)
 
 
 def _decode_recomputed(
@@ -218,7 +218,7 @@ def _decode_recomputed(
     for item in plan.get("recomputed").items():
         node = item.only(_RECOMPUTATION_FIELDS)
         tensor_id = _decode_tensor(node.get("tensor"), ids)
-        found.append(Recomputation(tensor_id=tensor_id, reason=node.get("reason").text()))
+        found.append(Recomputation(tensor_id=tensor_id, reason=node.get("reason").label()))
     chosen = [choice.tensor_id for choice in found]
     for tensor_id, times in Counter(chosen).items():
         if times > 1:
@@ -332,7 +332,7 @@ def _decode_migration(node: Node, trace: StepTrace, ids: dict[str, int], limit: 
         tier=tier,
         host_bytes=_decode_host_bytes(node, tier, trace.tensors[tensor_id].nbytes),
         clean=node.get("clean").flag(),
-        reason=node.get("reason").text(),
+        reason=node.get("reason").label(),
     )
 
 

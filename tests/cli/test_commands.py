@@ -97,6 +97,32 @@ def test_the_pace_of_storage_is_shown_compared_and_simulated(
     assert said == DISK.out_bytes_per_s // 100
 
 
+@pytest.mark.parametrize("policy", ["\x1b[2J", "\ud800", "a\nb"])
+def test_text_of_a_file_is_no_command_to_the_terminal(
+    policy: str, files: Files, tmp_path: Path, capsys: Captured
+) -> None:
+    path = tmp_path / "odd.json"
+    text = Path(files.plan).read_text()
+    odd = json.loads(text) | {"policy": policy}
+    odd["trace"]["fingerprint"]["torch_version"] = policy
+    path.write_text(json.dumps(odd))
+    for arguments in (["show"], ["check"], ["diff", files.plan], ["plot", "-o", str(files.out)]):
+        main([arguments[0], str(path), *arguments[1:]])
+        shown = capsys.readouterr()
+        assert not {"\x1b", "\ud800"} & {*shown.out, *shown.err}, arguments[0]
+
+
+def test_a_file_that_is_read_is_not_written_over(files: Files, capsys: Captured) -> None:
+    before = Path(files.plan).read_bytes()
+    for command in ("timeline", "plot"):
+        link = Path(files.plan).with_suffix(".json" if command == "timeline" else ".png")
+        if not link.exists():
+            link.hardlink_to(files.plan)
+        assert main([command, files.plan, "-o", str(link)]) == 2
+        assert_one_line(capsys, "is read, and would be lost")
+    assert Path(files.plan).read_bytes() == before
+
+
 def test_a_migration_that_is_there_twice_is_a_difference(files: Files, capsys: Captured) -> None:
     plan = make_plan()
     twice = files.out / "twice.json"
