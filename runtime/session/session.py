@@ -6,8 +6,8 @@
     then        a plan is made, and every following step of this kind runs under it
 
 Where a step ends and the next begins, `step_bounds` says. Steps whose first graph or input sizes
-differ are different kinds, each planned by itself, and anew where steps no longer follow the plan.
-Of a kind that comes later, the first step is not measured either: there may be no other.
+differ are different kinds (`cases`), each planned by itself, and anew where steps no longer follow
+the plan. Of a kind that comes later, the first step is not measured either: there may be no other.
 """
 
 import copy
@@ -38,6 +38,7 @@ from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.process import fallbacks
 from teraplan.runtime.session.budget_shares import BudgetShares
 from teraplan.runtime.session.case import Case
+from teraplan.runtime.session.cases import Cases
 from teraplan.runtime.session.feedback import learn
 from teraplan.runtime.session.peaks import Peaks
 from teraplan.runtime.session.plan_maker import PlanMaker
@@ -59,8 +60,6 @@ log = logging.getLogger(__name__)
 _OFF_PLAN = "steps go another way than the replayed plan, so they run without it; plan again"
 _RUNS_WRITTEN_AT = (1, 3, 10)
 """Numbers of planned steps after which the run file is written."""
-
-CaseKey = tuple[str, tuple[object, ...]]
 
 
 class Session:
@@ -91,7 +90,7 @@ class Session:
         self.host_updates = HostUpdates(config, device, self.keeper)
         self._shares = BudgetShares(config, device, self.keeper, self.host_updates)
         self.tables: dict[str, GraphTable] = {}
-        self.cases: dict[CaseKey, Case] = {}
+        self.cases = Cases()
         self.active: Case | None = None
         self.steps = self.diverged_steps = self.last_used_ns = 0
         self.fallbacks: list[str] = []
@@ -219,8 +218,8 @@ class Session:
             self._finish_step()
         elif self.engine.recorder is not None:
             self._peaks.leave_out_what_followed(self.engine.recorder)
-        key, before = (table.graph, shapes), self.active
-        self.active = case = self.cases.setdefault(key, Case(number=len(self.cases)))
+        before, self.active = self.active, self.cases.begun((table.graph, shapes))
+        case = self.active
         case.meet(table)
         case.num_begun += 1
         self.engine.at_backward = functools.partial(self._shares.meet_backward, case)
@@ -269,8 +268,9 @@ class Session:
             if recorder.measure_memory:
                 self._num_measured += 1
                 self.device.run_fast()
-            if case.why_unplanned:
+            if case.why_unplanned and not self.cases.tell_apart(case):
                 self.fall_back(case.why_unplanned)
+        self.cases.ended(recorder)
         if faults:
             self._plan_around(case, faults)
 
@@ -319,7 +319,7 @@ class Session:
             return
         if not is_replayed:
             log.info("step kind %d goes another way than planned: measured anew", case.number)
-            self.cases = {k: c if c is not case else case.anew() for k, c in self.cases.items()}
+            self.cases.renew(case)
         elif _OFF_PLAN not in self.fallbacks:
             self.fall_back(_OFF_PLAN)
 

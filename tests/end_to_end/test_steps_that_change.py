@@ -1,6 +1,6 @@
 """Training that goes on in another way: parts are thawed, or are called more often."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.end_to_end.training import (
     Run,
     assert_same,
     run,
+    sessions,
     tight,
     unlimited,
 )
@@ -182,6 +183,56 @@ def test_steps_that_go_on_in_another_way_get_a_plan_of_their_own(which: str) -> 
     before, last = limited.statuses[CHANGES_AT - 1], limited.statuses[-1]
     assert before.phase == last.phase == "planned"
     assert last.diverged_steps == num_diverged
+
+
+def in_turn(pattern: Sequence[int], steps: int) -> Program:
+    """Steps of so many batches each, over and over; their graphs and sizes are equal."""
+
+    def program(this: Run) -> None:
+        net = MLP(width=WIDTH, depth=6, rows=512)
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(steps):
+            losses: list[Tensor] = [
+                net(*net.batch(10 * step + number))
+                for number in range(pattern[step % len(pattern)])
+            ]
+            loss = torch.stack(losses).sum()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", [(1, 2), (1, 2, 3)], ids=["of two", "of three"])
+@pytest.mark.parametrize("moves", [False, True], ids=["activations", "state moves"])
+def test_steps_that_take_turns_have_plans_of_their_own(pattern: Sequence[int], moves: bool) -> None:
+    """None is like the one before: they are told apart by it."""
+    program = in_turn(pattern, 32)
+    reference = unlimited(program)
+    limited = run_moving(program, 3 << 20) if moves else tight(program, reference, 0.5)
+    assert_same(reference, limited)
+    turns = limited.statuses[-len(pattern) :]
+    assert [status.phase for status in turns] == ["planned"] * len(pattern)
+    assert len({status.predicted_step_ns for status in turns}) == len(pattern)
+    assert turns[-1].diverged_steps == 0
+    assert not [what for status in turns for what in status.fallbacks if "different" in what]
+
+
+@pytest.mark.slow
+def test_steps_that_are_never_alike_are_not_kinds_without_end() -> None:
+    random = torch.Generator().manual_seed(5)
+    numbers = torch.randint(1, 25, (60,), generator=random).tolist()
+    program = in_turn([int(number) for number in numbers], len(numbers))
+    reference = run(program, device_budget=UNLIMITED)
+    budget = budget_beside_others(16 << 20)
+    limited = run(program, device_budget=budget, training_state="stays")
+    assert_same(reference, limited)
+    (session,) = sessions()
+    assert len(session.cases) == 1 + 8, "that they all begin like, and after some others"
 
 
 def beside_much(part: Layers, x: Tensor) -> Tensor:
