@@ -190,7 +190,9 @@ def _give(
     releases: list[fx.Node] = backward.find_nodes(op="call_function", target=ops.release)
     ended: dict[fx.Node, tuple[fx.Node, Sequence[fx.Node]]] = {}
     for source in sources:
-        saved = [n for n in results[num_outputs:] if isinstance(n, fx.Node) and _is_tensor(n)]
+        # States of random numbers come last, under other names in the backward.
+        known = [n for n in results[num_outputs:] if isinstance(n, fx.Node) and n.name in given]
+        saved = [node for node in known if _is_tensor(node)]
         if not saved:
             break
         names = {node.name for node in saved if base_of(node) is source}

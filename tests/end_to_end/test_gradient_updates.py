@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import teraplan
 from bench.models import gpt, moe
@@ -110,6 +112,34 @@ class Unbiased(MLP):
 def test_fused_kernels(make_model: Callable[[], MLP]) -> None:
     last = compared(looping(make_model=make_model), kernels="inductor")
     assert last.updates_in_backward == WEIGHTS
+
+
+class Dropping(MLP):
+    """Its backward draws again the random numbers of the forward, and lacks one of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__(width=WIDTH, depth=DEPTH, rows=ROWS)
+        self.added = nn.Parameter(torch.zeros(ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def block(x: Tensor, layer: nn.Module) -> Tensor:
+            return x + F.dropout(torch.relu(layer(x)), 0.1)
+
+        x = x + self.added
+        for layer in self.layers:
+            x = checkpoint(block, x, layer, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
+def test_checkpointed_blocks_with_random_numbers(kernels: str) -> None:
+    """What the backward is given of a random state has another name there, and comes last."""
+    last = compared(looping(make_model=Dropping), 3 << 20, least=True, kernels=kernels)
+    assert last.updates_in_backward == WEIGHTS + 1
+    assert refusals(last) == []
 
 
 GPT = gpt.GPTConfig(num_layers=2, width=128, context=32, vocab_size=256, tie_embeddings=True)
