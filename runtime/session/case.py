@@ -92,6 +92,8 @@ class Case:
     corrections: int = 0
     keeps_free: bool = False
     """The process takes more than the budget, and the plan can hold nothing more back for it."""
+    told_peak_bytes: int = 0
+    """The peak that was told of then; 0 if none was."""
     gave_back: bool = False
     """Too much had been held back."""
     attempts: int = 0

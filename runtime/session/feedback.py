@@ -71,7 +71,10 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         budget_bytes: what they may take.
     """
     within = min(MEASURED_WITHIN_BYTES, int(budget_bytes * _WITHIN_FRACTION))
-    is_over = peak_bytes > budget_bytes + within and case.corrections < _MAX_CORRECTIONS
+    may_correct = case.corrections < _MAX_CORRECTIONS
+    if case.told_peak_bytes:  # and there is nothing left to correct, but it is worse than told
+        may_correct = peak_bytes > case.told_peak_bytes * _CHANGED + within
+    is_over = peak_bytes > budget_bytes + within and may_correct
     if plans.replayed is not None:
         return _said_once(case, peak_bytes, budget_bytes) if is_over else _NOTHING
     if is_over:
@@ -98,7 +101,7 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
 
 def _said_once(case: Case, peak_bytes: int, budget_bytes: int) -> Lesson:
     """Of a replayed plan, which stays as it is."""
-    case.corrections = _MAX_CORRECTIONS
+    case.corrections, case.told_peak_bytes = _MAX_CORRECTIONS, peak_bytes
     return Lesson(
         fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
         f"{format_nbytes(budget_bytes)} that the replayed plan was made for"
@@ -156,6 +159,7 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
         assert case.budgets is not None
         missing = error.least_budget_bytes - case.budgets.device_bytes
     case.corrections, case.keeps_free = _MAX_CORRECTIONS, True
+    case.told_peak_bytes = peak_bytes
     case.reserve_bytes = before + max(0, beyond - missing) if missing > 0 else before
     plan = None
     if case.reserve_bytes > before:
@@ -168,9 +172,20 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
         plan=plan,
         held_back_bytes=held_back,
         fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
-        f"{format_nbytes(budget_bytes)}: of the {format_nbytes(beyond)} to be held back for free "
-        f"memory between tensors, only {format_nbytes(held_back)} can be; a device_budget of "
-        f"{format_nbytes(budget_bytes + beyond - held_back)} has room for all of it",
+        f"{format_nbytes(budget_bytes)}: of the {format_nbytes(beyond)} to be held back for "
+        f"{_what_for(plans.grown_bytes(case), beyond)}, only {format_nbytes(held_back)} can be; a "
+        f"device_budget of {format_nbytes(budget_bytes + beyond - held_back)} has room for all of "
+        "it",
+    )
+
+
+def _what_for(grown_bytes: int, beyond_bytes: int) -> str:
+    """What takes memory that no plan knows of."""
+    if grown_bytes <= beyond_bytes // 4:
+        return "free memory between tensors"
+    return (
+        f"data that the program holds ({format_nbytes(grown_bytes)} more than when memory was "
+        "measured) and free memory between tensors"
     )
 
 

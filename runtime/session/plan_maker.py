@@ -24,7 +24,7 @@ from teraplan.values.graph_table import GraphTable
 from teraplan.values.hardware import Budgets, Hardware, Tier
 from teraplan.values.plan import Plan
 from teraplan.values.recomputed_step import independent
-from teraplan.values.step_trace import StepTrace, TensorKind
+from teraplan.values.step_trace import Fingerprint, StepTrace, TensorKind
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,13 @@ class PlanMaker:
             device=self._device.name,
             graphs=planned.graphs if table.graph in planned.graphs else (table.graph,),
         )
-        require_same_fingerprint(self.replayed, actual)
+        self._require_same(self.replayed, actual)
+
+    def _require_same(self, plan: Plan, fingerprint: Fingerprint) -> None:
+        try:
+            require_same_fingerprint(plan, fingerprint)
+        except PlanMismatchError as error:
+            raise PlanMismatchError(f"{self._config.plan}: {error}") from None
 
     def may_recompute(self, *, short: bool) -> bool:
         """True if a plan may compute activations again; `short`: memory does not suffice."""
@@ -87,7 +93,7 @@ class PlanMaker:
         if case.memory is None:
             return None
         if self.replayed is not None:
-            require_same_fingerprint(self.replayed, self._trace(case).fingerprint)
+            self._require_same(self.replayed, self._trace(case).fingerprint)
             if self.replayed.recomputed:
                 return self._rehearsed_replay(self.replayed, case)
             return self.replayed
@@ -254,6 +260,11 @@ class PlanMaker:
         trace = self._trace(case)
         problem = Problem.of(trace, self.machine(), self._budgets(case, trace))
         require_feasible(problem, margin_bytes=MEASURED_WITHIN_BYTES)
+
+    def grown_bytes(self, case: Case) -> int:
+        """By so much the tensors take more than when memory was measured; between two steps."""
+        assert case.memory is not None
+        return max(0, self._device.state_bytes() - case.memory.state_bytes)
 
     def _budgets(self, case: Case, trace: StepTrace) -> Budgets:
         """The case's budgets; percentages mean the step as it was first measured."""

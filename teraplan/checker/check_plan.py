@@ -44,7 +44,7 @@ def invalid(violations: Sequence[Violation], policy: str | None = None) -> Inval
         return InvalidPlanError(
             f'the plan of policy "{policy}" {broken}correct the policy, or choose another'
         )
-    return InvalidPlanError(f"the plan {broken}correct the migrations named, or plan again")
+    return InvalidPlanError(f"the plan {broken}correct what is named here, or plan again")
 
 
 def check_plan(plan: Plan) -> tuple[Violation, ...]:

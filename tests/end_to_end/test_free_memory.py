@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from teraplan.runtime.cpu.malloc import Malloc
 from teraplan.runtime.process import census, process_memory
 from teraplan.units import MIB
-from tests.end_to_end.training import Run, assert_same, run, tight
+from tests.end_to_end.moving import budget_beside_others
+from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run, tight
 
 
 class Convolutions(nn.Module):
@@ -166,3 +167,37 @@ def test_small_tensors_keep_their_budget(rows: int) -> None:
     assert limited.final.phase == "planned"
     assert limited.final.fallbacks == ()
     assert limited.final.actual_peak_bytes <= 1.05 * limited.final.predicted_peak_bytes + MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training_state", ["stays", "moves"])
+def test_data_that_the_program_keeps_after_planning_is_told_as_often_as_it_has_grown(
+    training_state: str,
+) -> None:
+    """No plan can hold back as much; it was "free memory between tensors", and told of once."""
+
+    def program(this: Run) -> None:
+        net = MLP(width=128, depth=6, rows=1024)
+        this.compile(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        kept: list[Tensor] = []
+        for step in range(20):
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+            if step in (8, 9, 14):
+                kept.append(torch.ones(16 * MIB, dtype=torch.uint8))
+
+    reference = run(program, device_budget=UNLIMITED)
+    budget = budget_beside_others(5 * MIB)
+    limited = run(program, device_budget=budget, training_state=training_state)
+    assert_same(reference, limited)
+    told = [
+        [what for what in status.fallbacks if "data that the program holds" in what]
+        for status in limited.statuses
+    ]
+    assert told[8] == []
+    assert 1 <= len(told[13]) < len(told[19]) <= 3
+    assert limited.statuses[19].phase == "planned"
