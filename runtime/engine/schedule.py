@@ -75,6 +75,9 @@ class Schedule:
         self.peak_bytes = min(plan.budgets.device_bytes, others + self.state_peak_bytes)
         """Of the device: memory that one of both does not need waits, where the budget allows it,
         until it does."""
+        planned_bytes = plan.prediction.device_peak_bytes
+        self.expected_bytes = self.peak_bytes if self.moves_state else planned_bytes
+        """Of the device, the peak of a step under the plan."""
         available = plan.budgets.device_bytes - plan.trace.state_bytes
         rests = [available - site.workspace_bytes for site in self.sites]
         self.rest_bytes = min(rests, default=available)

@@ -76,6 +76,8 @@ class Case:
     """The most that the process took in steps under the plan in force."""
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
+    surplus_bytes: int = 0
+    """What it takes more than they explain, where that is within the budget."""
     calibration: Calibration = field(default_factory=Calibration)
     """What planned steps have shown."""
     calibrations: int = 0
@@ -375,7 +377,7 @@ class Case:
         assert self.last is not None
         fastest = min(self.durations_ns, key=sum, default=(0,) * self.last.num_sites)
         measured = self.last.trace(
-            state_bytes=self.memory.state_bytes + self.reserve_bytes,
+            state_bytes=self.memory.state_bytes + self.reserve_bytes + self.surplus_bytes,
             durations_ns=fastest,
             workspaces_bytes=self.memory.workspaces_bytes,
             torch_version=torch_version,

@@ -201,3 +201,28 @@ def test_data_that_the_program_keeps_after_planning_is_told_as_often_as_it_has_g
     assert told[8] == []
     assert 1 <= len(told[13]) < len(told[19]) <= 3
     assert limited.statuses[19].phase == "planned"
+
+
+@pytest.mark.slow
+def test_what_a_step_takes_within_an_ample_budget_is_expected() -> None:
+    """Free memory between tensors, or what the program makes for a moment, and no plan tells of."""
+
+    def program(this: Run) -> None:
+        net = MLP(width=128, depth=6, rows=1024)
+        this.compile(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for step in range(20):
+            loss = net(*net.batch(step))
+            if step >= 6:
+                loss = loss + 0 * torch.ones(4 * MIB).sum()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    limited = run(program, device_budget=UNLIMITED)
+    before, last = limited.statuses[5], limited.statuses[-1]
+    assert last.predicted_peak_bytes > before.predicted_peak_bytes + 12 * MIB
+    assert abs(last.actual_peak_bytes - last.predicted_peak_bytes) <= 2 * MIB
+    assert last.held_back_bytes == 0
+    assert last.diverged_steps == 0
