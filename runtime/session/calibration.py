@@ -54,6 +54,14 @@ class Calibration:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPlan:
+    """A plan that was run."""
+
+    plan: Plan
+    took_ns: int
+
+
 def typical(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Those of a plan's runs that say how fast it is.
 

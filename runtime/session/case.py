@@ -7,7 +7,12 @@ from dataclasses import dataclass, field, replace
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES
 from teraplan.runtime.engine.recorder import Signature, StepRecorder
 from teraplan.runtime.engine.schedule import Schedule
-from teraplan.runtime.session.calibration import Calibration, calibrated, with_durations
+from teraplan.runtime.session.calibration import (
+    Calibration,
+    MeasuredPlan,
+    calibrated,
+    with_durations,
+)
 from teraplan.runtime.state.memory.block import Block
 from teraplan.units import format_nbytes
 from teraplan.values.graph_table import GraphTable
@@ -27,7 +32,7 @@ ones, if memory is too little for them."""
 _MAX_GROWN = 2
 """Steps in which the process has grown for good that are measured once more."""
 _GROWN_FRACTION = 0.01
-_MAX_ATTEMPTS = 4
+_MAX_ATTEMPTS, _MAX_ATTEMPTS_IN_TURN = 4, 2
 """Measurements of unequal steps before a kind of step counts as one that does not repeat."""
 _FIRST_PAUSE = 16
 """Steps until such a kind is measured again; each further time twice as many."""
@@ -49,19 +54,13 @@ class MemoryProfile:
     """Of the graphs of such steps, by their names, at the largest sizes until then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredPlan:
-    """A plan that was run."""
-
-    plan: Plan
-    took_ns: int
-
-
 @dataclass(slots=True)
 class Case:
     """Measurements and plan of one kind of step."""
 
     number: int
+    in_turn: bool = False
+    """Its steps follow certain others, with which they begin alike (`cases`)."""
     num_begun: int = 0
     """Steps of this kind so far, the one under way among them."""
     tables: dict[str, GraphTable] = field(default_factory=dict[str, GraphTable])
@@ -99,6 +98,8 @@ class Case:
     gave_back: bool = False
     """Too much had been held back."""
     attempts: int = 0
+    others: set[int] = field(default_factory=set[int])
+    """Steps that were not as the measured one."""
     paused_steps: int = 0
     """Since the last of them, if there are no more."""
     num_pauses: int = 0
@@ -142,12 +143,12 @@ class Case:
 
         Its memory is not measured, which takes far longer than a small step itself.
         """
-        return not self.is_first and self.num_begun <= 1
+        return not self.is_first and not self.in_turn and self.num_begun <= 1
 
     @property
     def repeats(self) -> bool:
         """False if this kind of step was different every time it was measured lately."""
-        return self.attempts < _MAX_ATTEMPTS
+        return self.attempts < (_MAX_ATTEMPTS_IN_TURN if self.in_turn else _MAX_ATTEMPTS)
 
     @property
     def pause_steps(self) -> int:
@@ -212,7 +213,7 @@ class Case:
     def anew(self) -> "Case":
         """The same kind of step as if never met, whose steps may go another way more often."""
         is_again = self.num_diverged >= self._most_diverged
-        return Case(number=self.number, num_begun=self.num_begun, num_anew=self.num_anew + is_again)
+        return Case(self.number, self.in_turn, self.num_begun, num_anew=self.num_anew + is_again)
 
     @property
     def _most_diverged(self) -> int:
@@ -249,6 +250,9 @@ class Case:
             self.durations_ns.append(recorder.durations_ns())
         else:
             self.attempts += 1
+            if self.attempts > 1 and hash(signature) in self.others:  # it comes in turn
+                self.attempts = _MAX_ATTEMPTS
+            self.others.add(hash(signature))
             self._forget_measurements()
         self.last = recorder
         if not recorder.has_forwards_alone:

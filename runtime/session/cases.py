@@ -1,13 +1,14 @@
 """Which kind a step that begins is believed to be: by its first graph and the sizes of its inputs.
 
-Steps that begin alike may go on differently in turn, as where every second one has another loss:
+Steps that begin alike may go on differently in turn, as where every second one has another loss. So
+where those of a kind turn out to be different, they are told apart by the step before, and where
+that is not enough, by the one before it:
 
-    A B A B     is never the same twice in a row, and could not be measured
-    after A comes B, after B comes A
-
-So where a kind was different every time, its steps are told apart by the step before.
+    A B A B A B      after A comes B, after B comes A
+    A A B A A B      after B comes A; after A either, but after A and A comes B
 """
 
+from collections import deque
 from collections.abc import Iterator
 
 from teraplan.runtime.engine.recorder import StepRecorder
@@ -15,19 +16,21 @@ from teraplan.runtime.session.case import Case
 
 FirstCall = tuple[str, tuple[object, ...]]
 """The graph that a step begins with, and the sizes of its inputs."""
-_MOST_TOLD_APART = 8
-"""Of those that begin alike: where steps change for ever, one before says nothing of the next."""
+_Kind = tuple[FirstCall, tuple[int, ...]]
+"""How its steps begin, and the steps before as far as they count, the last one first."""
+_MOST_BEFORE = 4
+_MOST_KINDS = 12
+"""Told apart of those that begin alike: where steps change for ever, those before say nothing."""
 
 
 class Cases:
     """The kinds of steps of one session."""
 
     def __init__(self) -> None:
-        self._cases: dict[tuple[FirstCall, int | None], Case] = {}
-        """By how they begin, and the step before where that counts."""
-        self._told_apart: dict[FirstCall, int] = {}
-        """Those that begin so are, and how many kinds of them there are."""
-        self._before: int | None = None
+        self._cases: dict[_Kind, Case] = {}
+        self._divided: set[_Kind] = set()
+        """Kinds whose steps are told apart."""
+        self._before: deque[int] = deque(maxlen=_MOST_BEFORE)
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -39,35 +42,39 @@ class Cases:
     def clear(self) -> None:
         """No step has been met."""
         self._cases.clear()
-        self._told_apart.clear()
+        self._divided.clear()
+        self._before.clear()
 
     def begun(self, call: FirstCall) -> Case:
         """The kind of a step that begins with `call`."""
-        key = call, self._before if call in self._told_apart else None
-        if key not in self._cases:
-            if key[1] is not None and self._told_apart[call] >= _MOST_TOLD_APART:
-                key = call, None
-            elif key[1] is not None:
-                self._told_apart[call] += 1
-        return self._cases.setdefault(key, Case(number=len(self._cases)))
+        kind: _Kind = call, ()
+        for before in self._before:
+            if kind not in self._divided:
+                break
+            kind = call, (*kind[1], before)
+        if kind not in self._cases and kind[1]:
+            alike = sum(known == call for known, before in self._cases if before)
+            kind = kind if alike < _MOST_KINDS else (call, ())
+        return self._cases.setdefault(kind, Case(number=len(self._cases), in_turn=bool(kind[1])))
 
     def ended(self, recorder: StepRecorder) -> None:
         """The step that this has written down is the one before the next."""
-        self._before = hash(recorder.signature()) if self._told_apart else None
+        if self._divided:
+            self._before.appendleft(hash(recorder.signature()))
 
     def tell_apart(self, case: Case) -> bool:
-        """Steps of `case` count as different kinds after different steps; False if they already do.
+        """Steps of `case` are different kinds after different steps; False if that cannot be.
 
         To be called before the step under way has `ended`.
         """
-        ((call, before),) = (key for key, one in self._cases.items() if one is case)
-        if call in self._told_apart or before is not None:
+        (kind,) = (kind for kind, one in self._cases.items() if one is case)
+        if kind in self._divided or len(kind[1]) == _MOST_BEFORE:
             return False
-        self._told_apart[call] = 0
+        self._divided.add(kind)
         return True
 
     def renew(self, case: Case) -> None:
         """Its steps are measured as if it had never been met."""
-        for key, one in self._cases.items():
+        for kind, one in self._cases.items():
             if one is case:
-                self._cases[key] = case.anew()
+                self._cases[kind] = case.anew()

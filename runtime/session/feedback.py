@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES
-from teraplan.runtime.session.calibration import typical_ns
-from teraplan.runtime.session.case import Case, MeasuredPlan
+from teraplan.runtime.session.calibration import MeasuredPlan, typical_ns
+from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.plan_maker import PlanMaker
 from teraplan.units import MIB, format_nbytes, format_ns
 from teraplan.values.plan import Plan

@@ -10,8 +10,7 @@ import torch
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.session import feedback
 from teraplan.runtime.session import session as session_module
-from teraplan.runtime.session.calibration import Calibration
-from teraplan.runtime.session.case import MeasuredPlan
+from teraplan.runtime.session.calibration import Calibration, MeasuredPlan
 from teraplan.runtime.session.feedback import Lesson, learn
 from teraplan.runtime.session.session import Session
 from teraplan.runtime.storage import Storage

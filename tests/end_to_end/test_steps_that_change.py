@@ -207,18 +207,17 @@ def in_turn(pattern: Sequence[int], steps: int) -> Program:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pattern", [(1, 2), (1, 2, 3)], ids=["of two", "of three"])
+@pytest.mark.parametrize("pattern", [(1, 2), (1, 2, 3), (1, 1, 2)], ids=lambda p: f"{p}")
 @pytest.mark.parametrize("moves", [False, True], ids=["activations", "state moves"])
 def test_steps_that_take_turns_have_plans_of_their_own(pattern: Sequence[int], moves: bool) -> None:
-    """None is like the one before: they are told apart by it."""
-    program = in_turn(pattern, 32)
+    """They are told apart by those before."""
+    program = in_turn(pattern, 10 * len(pattern) + 12)
     reference = unlimited(program)
     limited = run_moving(program, 3 << 20) if moves else tight(program, reference, 0.5)
     assert_same(reference, limited)
     turns = limited.statuses[-len(pattern) :]
     assert [status.phase for status in turns] == ["planned"] * len(pattern)
-    assert len({status.predicted_step_ns for status in turns}) == len(pattern)
-    assert turns[-1].diverged_steps == 0
+    assert turns[-1].diverged_steps == turns[0].diverged_steps
     assert not [what for status in turns for what in status.fallbacks if "different" in what]
 
 
@@ -232,7 +231,7 @@ def test_steps_that_are_never_alike_are_not_kinds_without_end() -> None:
     limited = run(program, device_budget=budget, training_state="stays")
     assert_same(reference, limited)
     (session,) = sessions()
-    assert len(session.cases) == 1 + 8, "that they all begin like, and after some others"
+    assert len(session.cases) == 1 + 12, "that they all begin like, and after some others"
 
 
 def beside_much(part: Layers, x: Tensor) -> Tensor:

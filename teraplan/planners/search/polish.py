@@ -10,7 +10,7 @@ the problem alone.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, permutations, product
 from typing import final
 
 from teraplan.planners.search.small_step import Plan, SmallStep
@@ -58,6 +58,7 @@ class _Polish:
             for changed in self._changes(m):
                 yield (*plan[:i], changed, *plan[i + 1 :])
         yield from self._others(plan)
+        yield from _relieved(plan)
         for i, j in combinations(range(len(plan)), 2):
             for one, two in product(tuple(self._changes(plan[i])), tuple(self._changes(plan[j]))):
                 yield (*plan[:i], one, *plan[i + 1 : j], two, *plan[j + 1 :])
@@ -122,6 +123,15 @@ class _Polish:
         for i in range(len(plan)):
             for new in added:
                 yield (*plan[:i], *plan[i + 1 :], new)
+
+
+def _relieved(plan: Plan) -> Iterator[Plan]:
+    """Plans in which one stays where it is, and another makes room by being away for longer."""
+    for i, j in permutations(range(len(plan)), 2):
+        m = plan[j]
+        for longer in (replace(m, gone=m.leave), replace(m, back=m.needed)):
+            if longer != m:
+                yield tuple(longer if k == j else one for k, one in enumerate(plan) if k != i)
 
 
 _LOOKS = 6

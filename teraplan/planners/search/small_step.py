@@ -12,7 +12,7 @@ from teraplan.values.plan import Migration
 
 Plan = tuple[Migration, ...]
 
-_SIMULATIONS, _WORK = 300, 9_000
+_SIMULATIONS, _WORK = 900, 27_000
 """Simulations of one search, and simulations times idle periods."""
 
 
