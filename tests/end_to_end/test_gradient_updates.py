@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import teraplan
 from bench.models import gpt, moe
+from teraplan.runtime.state.memory.digests import is_as_it_left
+from teraplan.runtime.state.updates import bits, gradient_rehearsal
 from teraplan.values.step_trace import UPDATE_GRAPH, TensorKind
 from tests.end_to_end.costs import by_cost
 from tests.end_to_end.moving import (
@@ -112,6 +114,28 @@ class Unbiased(MLP):
 def test_fused_kernels(make_model: Callable[[], MLP]) -> None:
     last = compared(looping(make_model=make_model), kernels="inductor")
     assert last.updates_in_backward == WEIGHTS
+
+
+@pytest.mark.slow
+def test_what_is_away_is_not_mapped_to_see_whether_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A watched step looks at all optimizer state: it mapped as much of the spill file."""
+    num_away, num_read, digest_of = 0, 0, bits.digest_of
+
+    def watched(tensor: Tensor) -> int:
+        nonlocal num_away, num_read
+        states = [s.keeper.state for s in sessions() if s.keeper.state is not None]
+        block = states[0].arena.block_of(tensor) if states else None
+        num_read += 1
+        num_away += block is not None and is_as_it_left(block) and block.nbytes == tensor.nbytes
+        return digest_of(tensor)
+
+    for module in (bits, gradient_rehearsal):
+        monkeypatch.setattr(module, "digest_of", watched)
+    compared(looping())
+    assert num_read > 0
+    assert num_away == 0
 
 
 class Dropping(MLP):

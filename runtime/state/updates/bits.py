@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from teraplan.runtime.process import pages
 from teraplan.runtime.state.memory.arena import StateArena
 from teraplan.runtime.state.memory.digests import is_as_it_left
 from teraplan.runtime.state.memory.movable import is_dense
@@ -22,6 +23,21 @@ def digest_of(tensor: torch.Tensor) -> int:
     return digest(dense.data_ptr(), dense.nbytes)
 
 
+def digest_in(arena: StateArena, tensor: torch.Tensor) -> int:
+    """The same, and what is away is not read if nobody has touched it: its digest is known.
+
+    Else a step in which all of the state is looked at would map all of it.
+    """
+    block = arena.block_of(tensor)
+    if block is None or not is_as_it_left(block):
+        return digest_of(tensor)
+    if (block.address, block.nbytes) == (tensor.data_ptr(), tensor.nbytes):
+        return block.digest
+    found = digest_of(tensor)
+    pages.drop_mapped(block.address, block.nbytes)
+    return found
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Bits:
@@ -31,22 +47,15 @@ class Bits:
     digest: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Bits":
+    def of(cls, tensor: torch.Tensor, arena: StateArena) -> "Bits":
         """As it is now."""
-        return cls(tensor, digest_of(tensor))
+        return cls(tensor, digest_in(arena, tensor))
 
     def are_those_of(self, found: object, arena: StateArena) -> bool:
-        """True if `found` is the same tensor with the same bits.
-
-        What has left memory since and has not been touched need not be read.
-        """
+        """True if `found` is the same tensor with the same bits."""
         if found is not self.tensor:
             return False
-        block = arena.block_of(self.tensor)
-        if block is None or not is_as_it_left(block):
-            return digest_of(self.tensor) == self.digest
-        is_whole = (block.address, block.nbytes) == (self.tensor.data_ptr(), self.tensor.nbytes)
-        return not is_whole or block.digest == self.digest
+        return digest_in(arena, self.tensor) == self.digest
 
 
 @final
@@ -60,10 +69,10 @@ class StateBits:
     """All else, by name."""
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "StateBits":
+    def of(cls, state: Mapping[str, Any], arena: StateArena) -> "StateBits":
         """As it is now."""
         return cls(
-            {name: Bits.of(value) for name, value in state.items() if _is_read(value)},
+            {name: Bits.of(value, arena) for name, value in state.items() if _is_read(value)},
             {name: value for name, value in state.items() if not _is_read(value)},
         )
 

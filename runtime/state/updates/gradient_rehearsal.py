@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.runtime.process import census
 from teraplan.runtime.state.memory.arena import StateArena
-from teraplan.runtime.state.updates.bits import Bits, StateBits, digest_of
+from teraplan.runtime.state.updates.bits import Bits, StateBits, digest_in, digest_of
 from teraplan.runtime.state.updates.stand_in import Values, equal, values_beside_state
 
 Optimizer = torch.optim.Optimizer
@@ -74,10 +74,10 @@ class Rehearsal:
             self._values = values_beside_state(optimizer)
         seen = self._of(parameter)
         if parameter.grad is not None and self._arena.takes(parameter.grad):
-            seen.arrived.append(digest_of(parameter.grad))
+            seen.arrived.append(digest_in(self._arena, parameter.grad))
             seen.version = parameter.grad._version
-            seen.value = Bits.of(parameter)
-            seen.state = StateBits.of(optimizer.state.get(parameter, {}))
+            seen.value = Bits.of(parameter, self._arena)
+            seen.state = StateBits.of(optimizer.state.get(parameter, {}), self._arena)
 
     def end(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -106,13 +106,19 @@ class Rehearsal:
                 yield _ADDED
             if seen.arrived and (parameter.grad is None or not self._arena.takes(parameter.grad)):
                 yield f"gradients are dropped or replaced {BETWEEN}"
-            elif seen.arrived and _is_written(parameter.grad, seen):
+            elif seen.arrived and self._is_written(parameter.grad, seen):
                 yield f"gradients are changed {BETWEEN} (clipping, GradScaler, a hook)"
             if seen.value is not None and not seen.value.are_those_of(parameter, self._arena):
                 yield f"parameters are changed {BETWEEN}"
             state = optimizer.state.get(parameter, {})
             if seen.state is not None and not seen.state.are_those_of(state, self._arena):
                 yield f"optimizer state is changed {BETWEEN}"
+
+    def _is_written(self, gradient: torch.Tensor, seen: _Seen) -> bool:
+        """True if somebody has written to it, be it what was there."""
+        if gradient._version != seen.version:
+            return True
+        return digest_in(self._arena, gradient) != seen.arrived[-1]
 
     def _of(self, parameter: torch.Tensor) -> _Seen:
         if parameter not in self._seen:
@@ -138,8 +144,3 @@ def _is_unscaled(optimizer: Optimizer) -> bool:
     """True if a GradScaler has looked at its gradients; with a scale of 1 it writes nothing."""
     found = [getattr(s, "_per_optimizer_states", {}) for s in census.gradient_scalers()]
     return any(s[id(optimizer)]["found_inf_per_device"] for s in found if id(optimizer) in s)
-
-
-def _is_written(gradient: torch.Tensor, seen: _Seen) -> bool:
-    """True if somebody has written to it, be it what was there."""
-    return gradient._version != seen.version or digest_of(gradient) != seen.arrived[-1]

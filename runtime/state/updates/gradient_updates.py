@@ -320,8 +320,9 @@ class GradientUpdates:
                 if self._state.arena.block_of(parameter) is None:  # it has been given other memory
                     self._state.adopt_parameters([parameter])
                     self._done[_address(parameter)] = watch
-                state = StateBits.of(optimizer.state.get(parameter, {}))
-                update.left = Bits.of(parameter), state
+                arena = self._state.arena
+                state = StateBits.of(optimizer.state.get(parameter, {}), arena)
+                update.left = Bits.of(parameter, arena), state
         finally:
             parameter.grad = None
             self._state.end_expecting()
