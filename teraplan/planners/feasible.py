@@ -86,7 +86,8 @@ def require_feasible(
         return
     found = working_budget(problem, works or finds_room, enough)
     named = found + margin_bytes
-    sized = f"{format_nbytes(named)} ({named} bytes)"
+    spare = f", {format_nbytes(margin_bytes)} of it to spare" if margin_bytes else ""
+    sized = f"{format_nbytes(named)} ({named} bytes{spare})"
     if found > enough:
         sized += f": with room for {problem.rooms()} there is a plan, and perhaps for a little less"
     if limit < least.nbytes:

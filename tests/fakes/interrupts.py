@@ -1,11 +1,35 @@
-"""An interrupt before a given line of our code."""
+"""An interrupt before a given line of our code, where one could come.
+
+Python looks for signals at the end of calls and at jumps back. A trace function can raise in other
+places, too: where a `with` is left, before its lock is released (the line of the `with` comes once
+more there), and where `if_free` has done its work and releases the lock.
+"""
 
 import sys
+from functools import cache
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
+from teraplan.runtime.process.locks import if_free
+
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
+
+
+@cache
+def _first_instructions(code: CodeType) -> frozenset[int]:
+    """Of each line of the code, where it begins."""
+    starts: dict[int, int] = {}
+    for start, _, line in code.co_lines():
+        if line is not None:
+            starts[line] = min(start, starts.get(line, start))
+    return frozenset(starts.values())
+
+
+def _begins_line(frame: FrameType) -> bool:
+    if frame.f_code is if_free.__code__:
+        return False
+    return frame.f_lasti in _first_instructions(frame.f_code)
 
 
 class InterruptAt:
@@ -46,7 +70,7 @@ class InterruptAt:
         return self._line if counts and frame.f_code.co_filename.startswith(self._files) else None
 
     def _line(self, frame: FrameType, event: str, arg: object) -> "TraceFunction | None":
-        if event == "line":
+        if event == "line" and _begins_line(frame):
             self.num_lines += 1
             if self.num_lines == self._at:
                 sys.settrace(None)
