@@ -9,14 +9,16 @@ enough, a tensor gets pages of several. PyTorch asks and gives back through `all
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TypeVar
 
 from teraplan.runtime.cpu import allocator as cpu_allocator
 from teraplan.runtime.cpu.allocator import UNIT_BYTES
 from teraplan.runtime.cpu.free_ranges import PageBlock
 from teraplan.runtime.cpu.page_pool import PagePool
 from teraplan.runtime.process.pages import HUGE_PAGE_BYTES, round_up
+
+Result = TypeVar("Result")
 
 
 class CpuPool:
@@ -45,10 +47,7 @@ class CpuPool:
     def close(self) -> None:
         """Unmap what waits; what is in use is unmapped when its tensor goes."""
         cpu_allocator.stop(self)
-        with self._changing():
-            self._taken.clear()
-            self._most_bytes = self._in_use_bytes = 0
-            self._waiting.clear()
+        self._change(self._clear)
 
     @property
     def held_bytes(self) -> int:
@@ -100,45 +99,60 @@ class CpuPool:
 
     def trim(self) -> None:
         """Unmap every waiting block, and forget how much has been in use at once."""
-        with self._changing():
+
+        def trim() -> None:
             self._unmap(self._waiting.nbytes)
             self._most_bytes = self._in_use_bytes
 
+        self._change(trim)
+
     def lower(self, nbytes: int) -> None:
         """Hold `nbytes` less from now on, in use and waiting, than the most in use so far."""
-        with self._changing():
+
+        def lower() -> None:
             self._most_bytes = max(self._in_use_bytes, self._most_bytes - nbytes)
             self._unmap(self._in_use_bytes + self._waiting.nbytes - self._most_bytes)
+
+        self._change(lower)
 
     def shrink(self, nbytes: int) -> int:
         """Unmap waiting blocks of at least `nbytes` if there are so many; bytes unmapped."""
         if nbytes <= 0:
             return 0
-        with self._changing():
+
+        def shrink() -> int:
             before = self._waiting.nbytes
             self._unmap(nbytes)
             return before - self._waiting.nbytes
 
+        return self._change(shrink)
+
     def lend(self, nbytes: int) -> int | None:
         """See `SparePages`: memory that waits for a tensor."""
-        with self._changing():
-            return self._waiting.take_piece(nbytes)
+        return self._change(lambda: self._waiting.take_piece(nbytes))
 
     def hand_in(self, address: int, nbytes: int) -> None:
         """See `SparePages`: from now on it waits for a tensor."""
-        with self._changing():
-            self._waiting.give_piece(address, nbytes)
+        self._change(lambda: self._waiting.give_piece(address, nbytes))
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """With the lock that PyTorch's requests take, and all that has been freed."""
+    def _change(self, action: Callable[[], Result]) -> Result:
+        """What `action` returns, with the lock that PyTorch's requests take, and what was freed.
+
+        No context manager of our own: an interrupt at the end of its beginning would leave the lock
+        taken for as long as somebody keeps the traceback.
+        """
         cpu_allocator.take_back()
         with cpu_allocator.lock:
             try:
-                yield
+                return action()
             except BaseException:
                 self._recover()
                 raise
+
+    def _clear(self) -> None:
+        self._taken.clear()
+        self._most_bytes = self._in_use_bytes = 0
+        self._waiting.clear()
 
     def _recover(self) -> None:
         """Count anew after an interrupt: what was in its hands may be lost, all else is right."""

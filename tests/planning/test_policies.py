@@ -305,7 +305,7 @@ def planned_within_what_errors_name(
         return make_plan(trace, hardware, limit, policy)
     except InfeasibleBudgetError as error:
         assert error.least_budget_bytes > limit.device_bytes
-        assert f"({error.least_budget_bytes} bytes)" in str(error)
+        assert f"({error.least_budget_bytes} bytes" in str(error)
         enough = replace(limit, device_bytes=error.least_budget_bytes)
     return make_plan(trace, hardware, enough, policy)
 

@@ -1,14 +1,20 @@
 """The pool of large CPU tensors, over real memory of this process."""
 
+import contextlib
 import ctypes
 import random
 import re
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
+from teraplan.runtime.cpu import allocator
 from teraplan.runtime.cpu import pool as cpu_pool
 from teraplan.runtime.cpu.free_ranges import PageBlock
 from teraplan.runtime.cpu.page_pool import PagePool, _move
@@ -257,3 +263,32 @@ def _huge_bytes() -> int:
     found = re.search(r"AnonHugePages:\s+(\d+) kB", text)
     assert found is not None
     return int(found[1]) * 1024
+
+
+def test_no_interrupt_whose_traceback_is_kept_keeps_the_lock(pool: CpuPool) -> None:
+    """As notebooks keep it: what a context manager has begun is not undone before it is gone."""
+
+    def calls(frame: FrameType, event: str, arg: object) -> Any:  # noqa: ANN401  a trace function
+        code = frame.f_code
+        return (
+            returns
+            if (code.co_filename, code.co_name) == (contextlib.__file__, "__enter__")
+            else None
+        )
+
+    def returns(frame: FrameType, event: str, arg: object) -> Any:  # noqa: ANN401
+        if event == "return":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return returns
+
+    kept: list[BaseException] = []
+    for change in (pool.trim, partial(pool.lower, 1), partial(pool.shrink, 1)):
+        sys.settrace(calls)
+        try:
+            change()
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.settrace(None)
+        assert not allocator.lock.locked(), f"{len(kept)} interrupts"
