@@ -218,7 +218,7 @@ def test_a_named_least_budget_can_have_a_margin() -> None:
     trace = gpt_trace(2)
     least = least_budget(trace).nbytes
     problem = Problem.of(trace, machine(), budgets(least - 1))
-    named = f"at least .* \\({least + 7} bytes\\)"
+    named = f"at least .* \\({least + 7} bytes, 7 B of it to spare\\)"
     with pytest.raises(InfeasibleBudgetError, match=named) as raised:
         require_feasible(problem, margin_bytes=7)
     assert raised.value.least_budget_bytes == least + 7
@@ -305,7 +305,7 @@ def planned_within_what_errors_name(
         return make_plan(trace, hardware, limit, policy)
     except InfeasibleBudgetError as error:
         assert error.least_budget_bytes > limit.device_bytes
-        assert f"({error.least_budget_bytes} bytes" in str(error)
+        assert f"({error.least_budget_bytes} bytes)" in str(error)
         enough = replace(limit, device_bytes=error.least_budget_bytes)
     return make_plan(trace, hardware, enough, policy)
 
