@@ -103,6 +103,7 @@ class Case:
     paused_steps: int = 0
     """Since the last of them, if there are no more."""
     num_pauses: int = 0
+    told_pauses: int = 0
     num_diverged: int = 0
     """Of the latest planned steps, those that went another way than planned."""
     num_anew: int = 0
@@ -151,18 +152,17 @@ class Case:
         return self.attempts < (_MAX_ATTEMPTS_IN_TURN if self.in_turn else _MAX_ATTEMPTS)
 
     @property
-    def pause_steps(self) -> int:
-        """How many steps of a kind that does not repeat are not measured."""
-        return _FIRST_PAUSE << self.num_pauses
+    def is_unexplained(self) -> bool:
+        """True if no plan can be made of what was measured, and nobody has been told yet."""
+        return not self.repeats and self.told_pauses <= self.num_pauses
 
-    @property
-    def why_unplanned(self) -> str:
-        """Why no plan can be made of what was measured; "" while one still can."""
-        if self.repeats:
-            return ""
+    def tell_why_unplanned(self) -> str:
+        """Why no plan can be made of what was measured, once for each pause."""
+        self.told_pauses = self.num_pauses + 1
+        num_steps = _FIRST_PAUSE << self.num_pauses
         return (
-            f"step kind {self.number} was different every time; its next {self.pause_steps} run "
-            "without a plan, then it is measured again"
+            f"step kind {self.number} was different every time; its next {num_steps} run without a "
+            "plan, then it is measured again"
         )
 
     def meet(self, table: GraphTable) -> bool:
@@ -175,7 +175,7 @@ class Case:
     def count_pause(self) -> None:
         """A step was not measured. Users may have interrupted those that were."""
         self.paused_steps += 1
-        if self.paused_steps >= self.pause_steps:
+        if self.paused_steps >= _FIRST_PAUSE << self.num_pauses:
             self.paused_steps = self.attempts = 0
             self.num_pauses += 1
 

@@ -268,8 +268,8 @@ class Session:
             if recorder.measure_memory:
                 self._num_measured += 1
                 self.device.run_fast()
-            if case.why_unplanned and not self.cases.tell_apart(case):
-                self.fall_back(case.why_unplanned)
+        if case.is_unexplained and not self.cases.tell_apart(case):
+            self.fall_back(case.tell_why_unplanned())
         self.cases.ended(recorder)
         if faults:
             self._plan_around(case, faults)

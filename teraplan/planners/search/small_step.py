@@ -12,8 +12,10 @@ from teraplan.values.plan import Migration
 
 Plan = tuple[Migration, ...]
 
-_SIMULATIONS, _WORK = 900, 27_000
+_SIMULATIONS, _WORK = 300, 9_000
 """Simulations of one search, and simulations times idle periods."""
+_FEW = 14
+"""Idle periods up to which it may take twice as many: there they are quick, and find the most."""
 
 
 @final
@@ -40,7 +42,9 @@ class SmallStep:
     def __init__(self, problem: Problem, times: StepTimes) -> None:
         self.problem = problem
         self._times = times
-        self.simulations_left = min(_SIMULATIONS, _WORK // (len(problem.lifetimes) + 1))
+        num_periods = len(problem.lifetimes)
+        most = min(_SIMULATIONS, _WORK // (num_periods + 1))
+        self.simulations_left = 2 * most if num_periods <= _FEW else most
         self._over = problem.device - problem.limit_bytes
 
     def spent(self) -> bool:
