@@ -143,11 +143,14 @@ class CpuPool:
         """
         cpu_allocator.take_back()
         with cpu_allocator.lock:
-            try:
-                return action()
-            except BaseException:
-                self._recover()
-                raise
+            return self._recovering(action)
+
+    def _recovering(self, action: Callable[[], Result]) -> Result:
+        try:
+            return action()
+        except BaseException:
+            self._recover()
+            raise
 
     def _clear(self) -> None:
         self._taken.clear()

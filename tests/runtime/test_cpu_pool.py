@@ -23,6 +23,7 @@ from teraplan.runtime.cpu.pool import CpuPool
 from teraplan.runtime.process import pages, process_memory
 from teraplan.runtime.process.pages import HUGE_PAGE_BYTES, use_huge_pages
 from teraplan.units import MIB
+from tests.fakes.interrupts import InterruptAt
 
 
 @pytest.fixture
@@ -292,3 +293,18 @@ def test_no_interrupt_whose_traceback_is_kept_keeps_the_lock(pool: CpuPool) -> N
         finally:
             sys.settrace(None)
         assert not allocator.lock.locked(), f"{len(kept)} interrupts"
+
+
+def test_an_interrupt_at_any_line_leaves_the_lock_free(pool: CpuPool) -> None:
+    folder = str(Path(cpu_pool.__file__).parent)
+    for change in (pool.trim, partial(pool.lower, 1), partial(pool.shrink, 1)):
+        num_lines = 0
+        for at in range(1, 1000):
+            watch = InterruptAt(at, folder)
+            with contextlib.suppress(KeyboardInterrupt), watch:
+                change()
+            assert not allocator.lock.locked(), f"line {at}"
+            if not watch.has_come:
+                break
+            num_lines = at
+        assert 10 < num_lines < 999
