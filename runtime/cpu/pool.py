@@ -18,7 +18,7 @@ from teraplan.runtime.cpu.free_ranges import PageBlock
 from teraplan.runtime.cpu.page_pool import PagePool
 from teraplan.runtime.process.pages import HUGE_PAGE_BYTES, round_up
 
-Result = TypeVar("Result")
+_R = TypeVar("_R")
 
 
 class CpuPool:
@@ -135,7 +135,7 @@ class CpuPool:
         """See `SparePages`: from now on it waits for a tensor."""
         self._change(lambda: self._waiting.give_piece(address, nbytes))
 
-    def _change(self, action: Callable[[], Result]) -> Result:
+    def _change(self, action: Callable[[], _R]) -> _R:
         """What `action` returns, with the lock that PyTorch's requests take, and what was freed.
 
         No context manager of our own: an interrupt at the end of its beginning would leave the lock
@@ -145,7 +145,7 @@ class CpuPool:
         with cpu_allocator.lock:
             return self._recovering(action)
 
-    def _recovering(self, action: Callable[[], Result]) -> Result:
+    def _recovering(self, action: Callable[[], _R]) -> _R:
         try:
             return action()
         except BaseException:

@@ -76,7 +76,7 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         may_correct = peak_bytes > case.told_peak_bytes * _CHANGED + within
     is_over = peak_bytes > budget_bytes + within and may_correct
     if plans.replayed is not None:
-        return _said_once(case, peak_bytes, budget_bytes) if is_over else _NOTHING
+        return _tell(case, peak_bytes, budget_bytes) if is_over else _NOTHING
     if is_over:
         return _hold_back(case, plans, peak_bytes, budget_bytes)
     is_late = case.num_runs % _COMPARED_EVERY == 0
@@ -100,9 +100,9 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     return _NOTHING
 
 
-def _said_once(case: Case, peak_bytes: int, budget_bytes: int) -> Lesson:
+def _tell(case: Case, peak_bytes: int, budget_bytes: int) -> Lesson:
     """Of a replayed plan, which stays as it is."""
-    case.corrections, case.told_peak_bytes = _MAX_CORRECTIONS, peak_bytes
+    case.told_peak_bytes = peak_bytes
     return Lesson(
         fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
         f"{format_nbytes(budget_bytes)} that the replayed plan was made for"
@@ -159,8 +159,7 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
     except InfeasibleBudgetError as error:
         assert case.budgets is not None
         missing = error.least_budget_bytes - case.budgets.device_bytes
-    case.corrections, case.keeps_free = _MAX_CORRECTIONS, True
-    case.told_peak_bytes = peak_bytes
+    case.keeps_free, case.told_peak_bytes = True, peak_bytes
     case.reserve_bytes = before + max(0, beyond - missing) if missing > 0 else before
     plan = None
     if case.reserve_bytes > before:

@@ -52,17 +52,9 @@ class Pace:
                 return
             now_ns = perf_counter_ns()
             begin_ns = max(now_ns, self._until_ns[direction])
-            speed = _bytes_per_s(link, direction, self._until_ns[_other(direction)] > now_ns)
+            busy = {one: until_ns > now_ns for one, until_ns in self._until_ns.items()}
+            out, back = link.speeds(out=busy[Direction.OUT], back=busy[Direction.BACK])
+            speed = out if direction is Direction.OUT else back
             self._until_ns[direction] = begin_ns + int(nbytes * 1e9 / speed)
             patience_s = min((begin_ns - now_ns) / 1e9, _LONGEST_S)
             self._changed.wait_for(lambda: self._closed or self._link is not link, patience_s)
-
-
-def _other(direction: Direction) -> Direction:
-    return Direction.BACK if direction is Direction.OUT else Direction.OUT
-
-
-def _bytes_per_s(link: Link, direction: Direction, both: bool) -> int:
-    if direction is Direction.OUT:
-        return link.out_while_back_bytes_per_s if both else link.out_bytes_per_s
-    return link.back_while_out_bytes_per_s if both else link.back_bytes_per_s

@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -27,7 +27,7 @@ from teraplan.planners.placing.victims import farthest_use, first_saved
 from teraplan.planners.recompute import recomputations, with_recomputed
 from teraplan.planners.rules import apply_rules
 from teraplan.planners.search.finishing import NEAR
-from teraplan.planners.search.slower_machine import begun_as_there
+from teraplan.planners.search.slower_machine import as_on_its_machine
 from teraplan.planners.search.stall_driven import plan_by_stalls
 from teraplan.planners.updates.update_split import split_updates
 from teraplan.simulation.simulate import predict
@@ -262,19 +262,11 @@ def _faster(candidate: Plan, problem: Problem, plan: Plan | None) -> Plan | None
         return None
     longer = remade.prediction.step_ns > candidate.prediction.step_ns
     if longer and not broken_rules(check_plan(candidate)):
-        others = _as_on_its_machine(candidate, remade)
+        others = filter(None, map(_predicted, as_on_its_machine(candidate, remade)))
         remade = min((remade, *others), key=lambda one: one.prediction.step_ns)
     if plan and remade.prediction.step_ns >= plan.prediction.step_ns:
         return None
     return None if check_plan(remade) else remade
-
-
-def _as_on_its_machine(candidate: Plan, remade: Plan) -> Iterator[Plan]:
-    """The candidate remade for another machine in ways in which copies meet as they did on its own:
-    copies in begin where they began there, or storage is driven as fast as there."""
-    as_fast = replace(remade, storage_pace=candidate.machine.storage_link)
-    late = replace(remade, migrations=begun_as_there(candidate))
-    yield from filter(None, map(_predicted, (as_fast, late)))
 
 
 def planner_named(policy: str) -> Planner:

@@ -62,15 +62,9 @@ def _link_speeds(links: Mapping[Tier, Link], port: Link | None) -> list[list[flo
     for busy in itertools.product((False, True), repeat=2 * len(links)):
         row: list[float] = []
         for index, link in enumerate(links.values()):
-            out, back = busy[2 * index], busy[2 * index + 1]
-            row.append(link.out_while_back_bytes_per_s if back else link.out_bytes_per_s)
-            row.append(link.back_while_out_bytes_per_s if out else link.back_bytes_per_s)
+            row += link.speeds(out=busy[2 * index], back=busy[2 * index + 1])
         if port is not None:
-            outs, backs = any(busy[0::2]), any(busy[1::2])
-            limits = (
-                port.out_while_back_bytes_per_s if backs else port.out_bytes_per_s,
-                port.back_while_out_bytes_per_s if outs else port.back_bytes_per_s,
-            )
+            limits = port.speeds(out=any(busy[0::2]), back=any(busy[1::2]))
             for side, limit in enumerate(limits):
                 total = sum(row[slot] for slot in range(side, len(row), 2) if busy[slot])
                 if total > limit:

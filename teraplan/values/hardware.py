@@ -34,6 +34,13 @@ class Link:
             back_while_out_bytes_per_s=max(1, int(self.back_while_out_bytes_per_s * factor)),
         )
 
+    def speeds(self, *, out: bool, back: bool) -> tuple[int, int]:
+        """Bytes per second out and back, while each direction is busy or not."""
+        return (
+            self.out_while_back_bytes_per_s if back else self.out_bytes_per_s,
+            self.back_while_out_bytes_per_s if out else self.back_bytes_per_s,
+        )
+
     def at_most(self, pace: "Link") -> "Link":
         """The link, driven no faster than `pace` is; the latency stays."""
         return replace(
