@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES
-from teraplan.runtime.engine.recorder import Signature, StepRecorder
+from teraplan.runtime.engine.recorder import StepRecorder
 from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.session.calibration import (
     Calibration,
@@ -13,6 +13,7 @@ from teraplan.runtime.session.calibration import (
     calibrated,
     with_durations,
 )
+from teraplan.runtime.session.memory_profile import MemoryProfile, has_as_large
 from teraplan.runtime.state.memory.block import Block
 from teraplan.units import format_nbytes
 from teraplan.values.graph_table import GraphTable
@@ -39,19 +40,6 @@ _FIRST_PAUSE = 16
 _MAX_DIVERGED, _MAX_DOUBLED = 3, 5
 """Steps in a row that went another way than planned, after which a kind of step is measured anew;
 each further time twice as many, so often at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryProfile:
-    """What the step in which memory was measured has found."""
-
-    signature: Signature
-    state_bytes: int
-    overhead_bytes: int
-    """What the process held beside tensors."""
-    workspaces_bytes: tuple[int, ...]
-    tables: Mapping[str, GraphTable]
-    """Of the graphs of such steps, by their names, at the largest sizes until then."""
 
 
 @dataclass(slots=True)
@@ -136,7 +124,7 @@ class Case:
         """
         if self.memory is None:
             return self.schedule is not None
-        return _has_as_large(self.memory.tables, table)
+        return has_as_large(self.memory.tables, table)
 
     @property
     def may_be_alone(self) -> bool:
@@ -167,7 +155,7 @@ class Case:
 
     def meet(self, table: GraphTable) -> bool:
         """A step runs this graph; true if none has run it before, or at sizes as large."""
-        if _has_as_large(self.tables, table):
+        if has_as_large(self.tables, table):
             return False
         self.tables[table.graph] = table
         return True
@@ -314,6 +302,12 @@ class Case:
         )
 
     @property
+    def expected_bytes(self) -> int:
+        """The peak of a step under the schedule in force."""
+        assert self.schedule is not None
+        return self.schedule.expected_bytes + self.surplus_bytes
+
+    @property
     def _measured_ns(self) -> int:
         """Computation of the step; 0 if it has not been measured."""
         return min(map(sum, self.durations_ns), default=0)
@@ -381,7 +375,7 @@ class Case:
         assert self.last is not None
         fastest = min(self.durations_ns, key=sum, default=(0,) * self.last.num_sites)
         measured = self.last.trace(
-            state_bytes=self.memory.state_bytes + self.reserve_bytes + self.surplus_bytes,
+            state_bytes=self.memory.state_bytes + self.reserve_bytes,
             durations_ns=fastest,
             workspaces_bytes=self.memory.workspaces_bytes,
             torch_version=torch_version,
@@ -390,9 +384,3 @@ class Case:
             recomputes={n: it for n, it in self.recomputes.items() if it is not None},
         )
         return with_durations(measured, self.calibration.slowdown if slowdown is None else slowdown)
-
-
-def _has_as_large(tables: Mapping[str, GraphTable], table: GraphTable) -> bool:
-    """True if a call of this table takes no more than one that was met."""
-    known = tables.get(table.graph)
-    return known is not None and (known is table or not table.exceeds(known))

@@ -89,12 +89,13 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     if _is_slower(case, plan) and case.num_runs < _SURE_AFTER:
         return _NOTHING
     better = _best_so_far(case, plan)
-    expected = not plan.migrations and _expect(case, peak_bytes, budget_bytes)
+    if not plan.migrations and peak_bytes <= budget_bytes:
+        _expect(case, peak_bytes)
     less = _hold_back_less(case, budget_bytes - peak_bytes, budget_bytes)
     found = case.calibrate(may_slow_down=case.calibrations < _MAX_CALIBRATIONS)
     if better is None and (less or (found and not case.settled)):
         return _with_actual_values(case, plans)
-    if better is not None or found or expected:
+    if better is not None or found:
         again = plans.predict_again(case, better or plan)
         return Lesson(plan=again, only_predicts=better is None)
     return _NOTHING
@@ -202,19 +203,14 @@ def _hold_back_less(case: Case, unused_bytes: int, budget_bytes: int) -> bool:
     return case.gave_back
 
 
-def _expect(case: Case, peak_bytes: int, budget_bytes: int) -> bool:
-    """What the process takes beyond its tensors, within the budget, is expected; True if new.
+def _expect(case: Case, peak_bytes: int) -> None:
+    """Take in what the process takes beyond its tensors, within the budget.
 
     Where there is room for all, free memory stays between tensors.
     """
-    assert case.schedule is not None
-    beyond = peak_bytes - case.schedule.expected_bytes
-    usual = max(MEASURED_WITHIN_BYTES, int(peak_bytes * _WITHIN_FRACTION))
-    if abs(beyond) <= usual or peak_bytes > budget_bytes:
-        return False
-    before = case.surplus_bytes
-    case.surplus_bytes = max(0, before + beyond)
-    return case.surplus_bytes != before
+    beyond = peak_bytes - case.expected_bytes
+    if abs(beyond) > max(MEASURED_WITHIN_BYTES, int(peak_bytes * _WITHIN_FRACTION)):
+        case.surplus_bytes = max(0, case.surplus_bytes + beyond)
 
 
 def _with_actual_values(case: Case, plans: PlanMaker) -> Lesson:

@@ -132,13 +132,13 @@ def _of_plan(session: "Session") -> dict[str, object]:
     plan = case.schedule.plan
     prediction, moves = plan.prediction, session.keeper.moves
     measured_bytes = case.memory.state_bytes if case.memory else plan.trace.state_bytes
-    unexplained_bytes = max(0, plan.trace.state_bytes - measured_bytes)
+    held_back_bytes = max(0, plan.trace.state_bytes - measured_bytes)
     paths = {what: session.reports.path(what, case.number) for what in ("plan", "trace", "run")}
     return {
-        "state_bytes": plan.trace.state_bytes - unexplained_bytes,
-        "held_back_bytes": max(0, unexplained_bytes - case.surplus_bytes),
+        "state_bytes": plan.trace.state_bytes - held_back_bytes,
+        "held_back_bytes": held_back_bytes,
         "unlimited_peak_bytes": prediction.unlimited_peak_bytes,
-        "predicted_peak_bytes": case.schedule.expected_bytes,
+        "predicted_peak_bytes": case.expected_bytes,
         "predicted_managed_peak_bytes": prediction.managed_peak_bytes,
         "ideal_step_ns": prediction.ideal_ns,
         "plans": case.num_plans,

@@ -224,5 +224,6 @@ def test_what_a_step_takes_within_an_ample_budget_is_expected() -> None:
     before, last = limited.statuses[5], limited.statuses[-1]
     assert last.predicted_peak_bytes > before.predicted_peak_bytes + 12 * MIB
     assert abs(last.actual_peak_bytes - last.predicted_peak_bytes) <= 2 * MIB
+    assert last.unlimited_peak_bytes == before.unlimited_peak_bytes, "of the tensors alone"
     assert last.held_back_bytes == 0
     assert last.diverged_steps == 0

@@ -1,0 +1,26 @@
+"""What the measured step took of memory, and of which calls that tells something."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from teraplan.runtime.engine.recorder import Signature
+from teraplan.values.graph_table import GraphTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """What the step in which memory was measured has found."""
+
+    signature: Signature
+    state_bytes: int
+    overhead_bytes: int
+    """What the process held beside tensors."""
+    workspaces_bytes: tuple[int, ...]
+    tables: Mapping[str, GraphTable]
+    """Of the graphs of such steps, by their names, at the largest sizes until then."""
+
+
+def has_as_large(tables: Mapping[str, GraphTable], table: GraphTable) -> bool:
+    """True if a call of this table takes no more than one that was met."""
+    known = tables.get(table.graph)
+    return known is not None and (known is table or not table.exceeds(known))
