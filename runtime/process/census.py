@@ -58,11 +58,7 @@ def missing_nbytes(device_type: str, *, below: int | None = None) -> tuple[int, 
         return wanted and (below is None or parameter.nbytes < below)
 
     optimizers_here = optimizers()
-    parameters = {id(p): p for o in optimizers_here for g in o.param_groups for p in g["params"]}
-    if not optimizers_here:  # there will be one
-        found = (t for t in _tensors() if isinstance(t, torch.nn.Parameter))
-        parameters = {id(p): p for p in found}
-    dense = (p for p in parameters.values() if not has_sparse_gradient(p))
+    dense = _dense_parameters(optimizers_here)
     gradients = sum(p.nbytes for p in dense if counts(p) and p.grad is None)
     states = sum(
         count * p.nbytes
@@ -71,6 +67,21 @@ def missing_nbytes(device_type: str, *, below: int | None = None) -> tuple[int, 
         if counts(p)
     )
     return gradients, states
+
+
+def trained_nbytes(device_type: str) -> int:
+    """Bytes of all parameters that have, or will have, a dense gradient."""
+    dense = _dense_parameters(optimizers())
+    return sum(p.nbytes for p in dense if p.requires_grad and p.device.type == device_type)
+
+
+def _dense_parameters(optimizers_here: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Those that optimizers have; where there is none, there will be one for all."""
+    parameters = {id(p): p for o in optimizers_here for g in o.param_groups for p in g["params"]}
+    if not optimizers_here:
+        found = (t for t in _tensors() if isinstance(t, torch.nn.Parameter))
+        parameters = {id(p): p for p in found}
+    return [p for p in parameters.values() if not has_sparse_gradient(p)]
 
 
 _with_sparse_gradients = WeakIdKeyDictionary()

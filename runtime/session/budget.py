@@ -31,6 +31,8 @@ adds up gradients 11 %, two small ones that clip them 21 and 49 %, since what is
 _HOPELESS_FRACTION, _HOPELESS_WHERE_SIZES_VARY = 5 / 8, 1 / 4
 """Of what graphs have beside what lasts. Of 26 models with fixed sizes at least 0.72 of it was
 needed (median 0.96); where sizes vary, three quarters were not."""
+_UNTOLD_FRACTION = 1 / 16
+"""Of what is trained, gradients of so much are taken to be made by graphs that are known."""
 _MOST_CALLS = 32
 """As many as one graph has saved, a step may save in all: blocks are compiled one by one, or graphs
 break, and how often they are called is seen when they are."""
@@ -187,21 +189,25 @@ class GraphForecast:
                 "tensors, too, such as a state_dict that was loaded and is still there: drop what "
                 "is no longer needed"
             )
-        beside, enough = (
-            "an update needs beside them",
-            "holds them; graphs still to run may need more",
-        )
+        beside, enough = "an update needs beside them", "holds them"
         if self._tables:
             beside, enough = "the graphs have at once beside them", "they predict to be enough"
+        others = "" if self._know_all_graphs else "; graphs still to run may need more"
         raise InfeasibleBudgetError(
             f"device_budget is {given}{format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but what stays (parameters, gradients, optimizer "
             f"state, buffers, data that the program holds) takes {format_nbytes(state)}, and with "
             f"what {beside} it is {format_nbytes(least)}; set device_budget to "
             f"{format_nbytes(named)} ({named} bytes), which {enough}"
-            f"{for_state if moving_bytes else ''}",
+            f"{for_state if moving_bytes else ''}{others}",
             least_budget_bytes=named,
         )
+
+    @property
+    def _know_all_graphs(self) -> bool:
+        """True if the graphs make the gradients of nearly all that is trained."""
+        made = sum(table.backward.gradients_bytes for table in self._tables.values())
+        return made >= (1 - _UNTOLD_FRACTION) * census.trained_nbytes(self._device.type)
 
     def _named_bytes(self, moving_bytes: int, *, certainly: bool) -> int:
         """A budget that is enough, as far as the graphs tell; see `refuse`."""

@@ -355,3 +355,11 @@ def test_a_later_graph_that_needs_far_more_than_there_is_is_refused_before_it_ru
         run(program, device_budget=budget, training_state="moves")
     assert not stepped
     assert raised.value.least_budget_bytes > budget
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_a_refusal_says_whether_there_are_graphs_that_it_knows_nothing_of(depth: int) -> None:
+    with pytest.raises(InfeasibleBudgetError, match="they predict to be enough") as raised:
+        run(one_by_one(depth), device_budget=budget_beside_others(1), training_state="moves")
+    told = "graphs still to run may need more" in str(raised.value)
+    assert told == (depth > 1), raised.value
