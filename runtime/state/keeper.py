@@ -32,9 +32,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_SHARE = 0.5
 """Part of the budget for the state until the graphs are known."""
-_TENSORS_AT_ONCE = 4
-"""A parameter's update needs it, its gradient and its state in memory together: two tensors at
-least, since an optimizer may come that nobody knows of yet."""
 
 
 class StateKeeper:
@@ -64,7 +61,9 @@ class StateKeeper:
         self._steps: OptimizerSteps | None = None
         self._updates_in_step = ""
         """Why no parameter is updated in the backward although they are to be."""
-        self._tensors_at_once, self._num_temporaries = _TENSORS_AT_ONCE, TEMPORARIES
+        self._most_states: int | None = None
+        """Tensors of a parameter's size that an optimizer keeps of one; None: there is none yet."""
+        self._num_temporaries = TEMPORARIES
         self._largest_bytes = self._largest_trained_bytes = self._together_bytes = 0
         self._largest_sparse_bytes = 0
         """Of those whose gradients are sparse, and no tensors of their size."""
@@ -173,9 +172,8 @@ class StateKeeper:
         used = _parameters(inputs)
         census.note_sparse_gradients(self._models())
         optimizers = list(_optimizers_of(used)) if self._looks_ahead else []
-        states = max(map(census.most_states, optimizers), default=0)
-        self._tensors_at_once = max(self._tensors_at_once, 2 + states)
         if optimizers:
+            self._expect_states(used, optimizers)
             self._num_temporaries = max(map(num_temporaries, optimizers))
             self._together_bytes = max(map(temporary_bytes, optimizers))
         to_come = _parameters(self._to_come(optimizers)) if self._looks_ahead else []
@@ -185,6 +183,15 @@ class StateKeeper:
             assert self._not_used is not None
             self._not_used.take_in(to_come)
             self.take_in_optimizers()
+
+    def _expect_states(
+        self, used: Iterable[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        states = max(map(census.most_states, optimizers))
+        known = set(map(id, chain.from_iterable(map(parameters_of, optimizers))))
+        if any(p.requires_grad and id(p) not in known for p in used):  # another may come
+            states = max(states, census.STATES_OF_UNKNOWN)
+        self._most_states = max(self._most_states or 0, states)
 
     def _to_come(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
         """Parameters that graphs to come may use here: of compiled modules, or trained by these."""
@@ -283,7 +290,8 @@ class StateKeeper:
     @property
     def least_bytes(self) -> int:
         """What moving state takes at once at least, as far as its parameters are known."""
-        at_once = self._tensors_at_once
+        states = census.STATES_OF_UNKNOWN if self._most_states is None else self._most_states
+        at_once = 2 + states  # an update needs the parameter and its gradient besides
         if self._config.update == "gradient":  # temporaries, while graphs have their own memory
             at_once += TEMPORARIES
         of_trained = at_once * self._largest_trained_bytes

@@ -17,10 +17,12 @@ from tests.end_to_end.moving import (
     STEPS,
     Optimizers,
     adamw,
+    budget_beside_others,
     check,
     little_for_state,
     model,
     moving,
+    run_least,
     run_moving,
     states,
     training,
@@ -511,3 +513,41 @@ MORE: dict[str, Optimizers] = {
 @pytest.mark.parametrize("name", by_cost(MORE, rare=("Adamax", "Adadelta", "Rprop")))
 def test_more_optimizers_of_torch(name: str) -> None:
     check(training(MORE[name]), budget=5 << 19 if name in ("ASGD", "Adafactor") else 3 << 20)
+
+
+class MostlyEmbedding(nn.Module):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(rows, width), nn.Linear(width, 8)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        result: Tensor = self.head(self.embedding(indices))
+        return result.square().mean()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_that_keeps_little_needs_little(momentum: float) -> None:
+    """Where one parameter is most of the model, what its update takes is the least budget."""
+    rows, width = 1 << 13, 128
+    whole = rows * width * 4 * (3 if momentum else 2)
+
+    def program(this: Run) -> None:
+        net = MostlyEmbedding(rows, width)
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
+        for step in range(STEPS):
+            indices = torch.randint(rows, (64,), generator=torch.Generator().manual_seed(step))
+            loss = net(indices)
+            loss.backward()
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    reference = run(program, device_budget=100 << 30, training_state="stays")
+    others = budget_beside_others(0)
+    limited = run_least(program, 1 << 20)
+    assert_same(reference, limited)
+    given = limited.options["device_budget"]
+    assert isinstance(given, int)
+    of_a_gradient = rows * width * 4  # while a graph makes it
+    assert given - others <= whole + of_a_gradient + (2 << 20)
