@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.device import Device
 from teraplan.runtime.process import census
+from teraplan.runtime.session.state_count import StateCount
 from teraplan.units import format_nbytes
 from teraplan.values.graph_table import MIN_SLOT_BYTES, GraphTable
 
@@ -42,7 +43,7 @@ class GraphForecast:
     """State counted now, state that training will add, and what the compiled graphs need."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self._device, self._count = device, StateCount(device)
         self.state_bytes = 0
         self.gradients_bytes = self.optimizer_bytes = 0
         """Of gradients and optimizer state, what does not exist yet."""
@@ -60,19 +61,24 @@ class GraphForecast:
         update_bytes: int,
         elsewhere_bytes: int = 0,
         state_moves: bool,
-    ) -> None:
-        """Count the state anew; a step of some kind begins.
+        step: int | None = None,
+    ) -> bool:
+        """A step of some kind begins; true if the state was counted anew.
 
         Args:
             tables: of the graphs that such steps run, as far as is known.
             update_bytes: what one parameter's update needs beside its state.
             elsewhere_bytes: of the state that optimizers will make, what is not on the device.
             state_moves: that of large parameters is accounted for elsewhere.
+            step: number of the step, where a count of a step before may do.
         """
-        self.state_bytes = self._device.state_bytes()
         self.update_bytes, self._state_moves = update_bytes, state_moves
-        self.gradients_bytes, self.optimizer_bytes = self._missing_nbytes(elsewhere_bytes)
         self._tables = {table.graph: table for table in tables}
+        is_new = self._count.refresh(self._tables, below=self._below, step=step)
+        self.state_bytes = self._count.state_bytes
+        self.gradients_bytes = self._count.gradients_bytes
+        self.optimizer_bytes = self._count.optimizer_bytes - elsewhere_bytes
+        return is_new
 
     def add(self, table: GraphTable) -> None:
         """Take in one graph."""
@@ -85,15 +91,15 @@ class GraphForecast:
         """
         self.add(table)
         self.update_bytes = update_bytes
-        gradients_bytes, optimizer_bytes = self._missing_nbytes(elsewhere_bytes)
-        self.gradients_bytes = max(self.gradients_bytes, gradients_bytes)
+        self._count.meet(table.graph, below=self._below)
+        self.gradients_bytes = max(self.gradients_bytes, self._count.gradients_bytes)
+        optimizer_bytes = self._count.optimizer_bytes - elsewhere_bytes
         self.optimizer_bytes = max(self.optimizer_bytes, optimizer_bytes)
 
-    def _missing_nbytes(self, elsewhere_bytes: int) -> tuple[int, int]:
-        """Of gradients and optimizer state."""
-        below = MIN_SLOT_BYTES if self._state_moves else None
-        gradients_bytes, optimizer_bytes = census.missing_nbytes(self._device.type, below=below)
-        return gradients_bytes, optimizer_bytes - elsewhere_bytes
+    @property
+    def _below(self) -> int | None:
+        """Of larger parameters, gradients and optimizer state are accounted for elsewhere."""
+        return MIN_SLOT_BYTES if self._state_moves else None
 
     @property
     def future_state_bytes(self) -> int:

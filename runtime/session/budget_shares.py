@@ -77,31 +77,31 @@ class BudgetShares:
         shared = self._keeper.shared_bytes
         self.forecast.refuse(rest, certainly=False, moving_bytes=moving, shared_bytes=shared)
 
-    def divide(self, case: Case, *, is_first: bool, may_start: bool) -> None:
+    def divide(self, case: Case, *, step: int, may_start: bool) -> None:
         """A step without a plan begins.
 
         Args:
             case: the step's kind.
-            is_first: no step has been taken yet.
+            step: how many have been taken.
             may_start: the training state, which stays, can still start to move.
 
         Raises:
             InfeasibleBudgetError: the graphs predict that the budget is too small.
         """
         self._keeper.take_in_optimizers()
-        self._refresh(case)
-        if self._host_updates.wanted and is_first:
+        is_counted = self._refresh(case, step=step)
+        if self._host_updates.wanted and step == 0:
             self._host_updates.expect(self.forecast.least_bytes - self.budget_bytes(case))
             self._refresh(case)
         is_new, self._divided = not self._divided, True
         try:
             self._divide(case, is_new=is_new, may_start=may_start)
         except InfeasibleBudgetError:
-            if not gc.collect():
+            if not gc.collect() and is_counted:
                 raise
         else:
             return
-        self._refresh(case)  # models that are gone were still there
+        self._refresh(case)  # models that are gone were still there, or had been counted
         self._divide(case, is_new=is_new, may_start=may_start)
 
     def _divide(self, case: Case, *, is_new: bool, may_start: bool) -> None:
@@ -265,11 +265,13 @@ class BudgetShares:
         free_bytes = headroom if self._keeper.moves and case.keeps_free else 0
         return budget + case.memory.overhead_bytes, headroom, free_bytes
 
-    def _refresh(self, case: Case) -> None:
+    def _refresh(self, case: Case, *, step: int | None = None) -> bool:
+        """True if the state was counted anew; with the number of a step, an older count may do."""
         self.forecast.saved_bytes = case.saved_bytes
-        self.forecast.refresh(
+        return self.forecast.refresh(
             case.tables.values(),
             update_bytes=self._keeper.update_bytes,
             elsewhere_bytes=self._host_updates.missing_bytes(),
             state_moves=self._keeper.moves,
+            step=step,
         )

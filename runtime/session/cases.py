@@ -21,6 +21,9 @@ _Kind = tuple[FirstCall, tuple[int, ...]]
 _MOST_BEFORE = 4
 _MOST_KINDS = 12
 """Told apart of those that begin alike: where steps change for ever, those before say nothing."""
+_MOST_MET_ONCE = 1024
+"""Kinds that were met are remembered, so that they are measured when they come again: so many, and
+those that come again. Where sizes never repeat there is no end of them."""
 
 
 class Cases:
@@ -31,6 +34,7 @@ class Cases:
         self._divided: set[_Kind] = set()
         """Kinds whose steps are told apart."""
         self._before: deque[int] = deque(maxlen=_MOST_BEFORE)
+        self._num_met = 0
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -44,6 +48,7 @@ class Cases:
         self._cases.clear()
         self._divided.clear()
         self._before.clear()
+        self._num_met = 0
 
     def begun(self, call: FirstCall) -> Case:
         """The kind of a step that begins with `call`."""
@@ -55,7 +60,15 @@ class Cases:
         if kind not in self._cases and kind[1]:
             alike = sum(known == call for known, before in self._cases if before)
             kind = kind if alike < _MOST_KINDS else (call, ())
-        return self._cases.setdefault(kind, Case(number=len(self._cases), in_turn=bool(kind[1])))
+        return self._cases.get(kind) or self._met(kind)
+
+    def _met(self, kind: _Kind) -> Case:
+        if len(self._cases) >= _MOST_MET_ONCE:
+            alone = (known for known, one in self._cases.items() if one.may_be_alone)
+            self._cases.pop(next(alone, kind), None)
+        new = self._cases[kind] = Case(number=self._num_met, in_turn=bool(kind[1]))
+        self._num_met += 1
+        return new
 
     def ended(self, recorder: StepRecorder) -> None:
         """The step that this has written down is the one before the next."""

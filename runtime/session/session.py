@@ -232,7 +232,7 @@ class Session:
             self.engine.recomputer.prepare(self.tables.values(), self._compile_recipe)
         recorder = StepRecorder(self.device, measure_memory=measure_memory)
         if case.schedule is None:
-            self._shares.divide(case, is_first=self.steps == 0, may_start=self._may_start)
+            self._shares.divide(case, step=self.steps, may_start=self._may_start)
         if self.steps == 0:
             log.info("%s", first_words(self, self._shares.rest_bytes))
             self.device.has_compiled()

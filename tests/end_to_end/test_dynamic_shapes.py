@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from teraplan import backend
+from teraplan.runtime.process import census
 from tests.end_to_end.evicting import everything_leaves
 from tests.end_to_end.training import (
     MLP,
@@ -256,3 +257,29 @@ def test_sizes_that_never_repeat_are_not_measured() -> None:
     measured: list[bool] = []
     run(train, device_budget=UNLIMITED)
     assert measured == [False] * 12 + [True, False]
+
+
+def test_sizes_that_never_repeat_do_not_have_all_tensors_counted_in_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That is a walk over all objects of the process, longer than a small step."""
+
+    def train(this: Run) -> None:
+        net = MLP(depth=3)
+        this.compile(net, dynamic=True)
+        for rows in range(300, 360):
+            torch.autograd.backward(net(torch.randn(rows, net.width)))
+            net.zero_grad()
+            walks.append(0)
+
+    def walking(kind: type[object]) -> list[object]:
+        if walks:
+            walks[-1] += 1
+        return instances(kind)
+
+    walks: list[int] = []
+    instances = census._instances
+    monkeypatch.setattr(census, "_instances", walking)
+    run(train, device_budget=UNLIMITED)
+    assert sum(walks[:8]) >= 8, "nothing was counted"
+    assert sum(walks[8:]) <= 20
