@@ -58,6 +58,32 @@ def test_what_a_program_has_frozen_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert any(one is optimizer for one in found)
 
 
+class Marked(torch.Tensor):
+    pass
+
+
+class Stepping(torch.optim.SGD):
+    pass
+
+
+def test_what_refers_to_a_class_has_all_of_its_instances() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    hidden = (weight * 2).exp()  # saved for the backward, and in a cell
+    kept = [weight, [torch.ones(3)], {"a": torch.ones(3).as_subclass(Marked)}, lambda: hidden]
+    hidden.sum().backward()  # type: ignore[no-untyped-call]
+    optimizers = [Stepping([weight], lr=0.1), torch.optim.AdamW([weight])]
+    for kind, least in ((torch.Tensor, 5), (torch.optim.Optimizer, len(optimizers))):
+        classes = list(census._with_subclasses(kind))
+        (listed,) = census._with_instances_of(classes)
+        everything = gc.get_objects()
+        assert len(listed) < len(everything) // 5
+        found = {id(one) for one in everything if type(one) in classes}
+        assert {id(one) for one in census._instances(kind)} == found
+        assert len(found) >= least
+        del listed, everything
+    assert kept
+
+
 @pytest.mark.slow
 def test_other_threads_are_not_disturbed() -> None:
     """Nobody else may hold a tuple that is being filled, or CPython raises a SystemError."""
@@ -67,7 +93,7 @@ def test_other_threads_are_not_disturbed() -> None:
     def build() -> None:
         while not stopped.is_set():
             try:
-                tuple(number for number in range(3000))
+                tuple(torch.Tensor for _ in range(3000))  # refers to a class that is looked for
                 built[0] += 1
             except SystemError as error:
                 errors.append(error)
