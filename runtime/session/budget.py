@@ -97,6 +97,11 @@ class GraphForecast:
         self.optimizer_bytes = max(self.optimizer_bytes, optimizer_bytes)
 
     @property
+    def overhead_bytes(self) -> int | None:
+        """What the process held beside tensors when they were counted last; None if not known."""
+        return self._count.overhead_bytes
+
+    @property
     def _below(self) -> int | None:
         """Of larger parameters, gradients and optimizer state are accounted for elsewhere."""
         return MIN_SLOT_BYTES if self._state_moves else None

@@ -254,8 +254,9 @@ class BudgetShares:
         return self.safe_limit(case), self._resident_limits(case), rehearsal_limits
 
     def _resident_limits(self, case: Case) -> tuple[int, int, int] | None:
-        """What `keep_under` is told; None until memory is measured."""
-        if case.memory is None:
+        """What `keep_under` is told; None until it is known what the process has beside tensors."""
+        overhead = case.memory.overhead_bytes if case.memory else self.forecast.overhead_bytes
+        if overhead is None:
             return None
         schedule = case.schedule
         budget = schedule.plan.budgets.device_bytes if schedule else self._budget_bytes
@@ -263,7 +264,7 @@ class BudgetShares:
             budget -= case.reserve_bytes
         headroom = int(budget * HEADROOM_FRACTION) + _HEADROOM_BYTES
         free_bytes = headroom if self._keeper.moves and case.keeps_free else 0
-        return budget + case.memory.overhead_bytes, headroom, free_bytes
+        return budget + overhead, headroom, free_bytes
 
     def _refresh(self, case: Case, *, step: int | None = None) -> bool:
         """True if the state was counted anew; with the number of a step, an older count may do."""

@@ -26,6 +26,8 @@ class StateCount:
         """Of all tensors on the device."""
         self.gradients_bytes = self.optimizer_bytes = 0
         """Of gradients and optimizer state, what does not exist yet."""
+        self.overhead_bytes: int | None = None
+        """What the process holds beside tensors; None as long as that is compilers' leftovers."""
         self._graphs: set[str] = set()
         """Those that there were: another may use parameters that were not counted."""
         self._below: int | None = None
@@ -42,10 +44,13 @@ class StateCount:
         resident_bytes = self._device.resident_bytes()
         if step is not None and not self._is_due(graphs, below, step, resident_bytes):
             return False
-        self.state_bytes = self._device.state_bytes()
+        overhead_bytes = self._device.overhead_bytes()
+        self._resident_bytes = self._device.resident_bytes()
+        self.state_bytes = self._resident_bytes - overhead_bytes
+        if self._num_counts > 0:
+            self.overhead_bytes = overhead_bytes
         self._count_missing(below)
         self._graphs.update(graphs)
-        self._resident_bytes = resident_bytes
         self._num_counts += 1
         doubled = max(0, self._num_counts - _AT_EACH_STEP)
         self._next_step = (step or 0) + min(_MOST_STEPS, 1 << doubled)

@@ -66,7 +66,8 @@ class Stepping(torch.optim.SGD):
     pass
 
 
-def test_what_refers_to_a_class_has_all_of_its_instances() -> None:
+def test_what_refers_to_a_class_has_all_of_its_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(census, "_FEW_CLASSES", 1 << 20)  # other tests have left some
     weight = torch.nn.Parameter(torch.ones(3))
     hidden = (weight * 2).exp()  # saved for the backward, and in a cell
     kept = [weight, [torch.ones(3)], {"a": torch.ones(3).as_subclass(Marked)}, lambda: hidden]
