@@ -28,6 +28,8 @@ _CORRECTION_FACTOR = 1.25
 to unmap and map again: without the correction a step at 50 % had 160 MiB more of fresh pages."""
 _WITHIN_FRACTION = 0.02
 """Of the budget, or a few pages of the heap: no reason to plan anew, and to move more."""
+_FEW_PAGES_BYTES = MIB // 2
+"""Less is not worth a word."""
 _UNUSED_FRACTION, _UNUSED_BYTES = 0.03, 4 * MIB
 """Of the budget: what is held back and then not used is given back from here on."""
 _COMPARED_AFTER = (3, 6, 12, 24)
@@ -75,12 +77,16 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     if case.told_peak_bytes:  # and there is nothing left to correct, but it is worse than told
         may_correct = peak_bytes > case.told_peak_bytes * _CHANGED + within
     is_over = peak_bytes > budget_bytes + within and may_correct
-    if plans.replayed is not None:
-        return _tell(case, peak_bytes, budget_bytes) if is_over else _NOTHING
+    is_replayed = plans.replayed is not None
     if is_over:
-        return _hold_back(case, plans, peak_bytes, budget_bytes)
+        hold_back = _tell if is_replayed else _hold_back
+        return hold_back(case, plans, peak_bytes, budget_bytes)
     is_late = case.num_runs % _COMPARED_EVERY == 0
     if case.num_runs not in _COMPARED_AFTER and not is_late:
+        return _NOTHING
+    if 0 <= peak_bytes <= budget_bytes or case.told_peak_bytes:
+        _expect(case, peak_bytes)
+    if is_replayed:
         return _NOTHING
     assert case.schedule is not None
     plan = case.schedule.plan
@@ -89,8 +95,6 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     if _is_slower(case, plan) and case.num_runs < _SURE_AFTER:
         return _NOTHING
     better = _best_so_far(case, plan)
-    if not plan.migrations and peak_bytes <= budget_bytes:
-        _expect(case, peak_bytes)
     less = _hold_back_less(case, budget_bytes - peak_bytes, budget_bytes)
     found = case.calibrate(may_slow_down=case.calibrations < _MAX_CALIBRATIONS)
     if better is None and (less or (found and not case.settled)):
@@ -101,7 +105,7 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     return _NOTHING
 
 
-def _tell(case: Case, peak_bytes: int, budget_bytes: int) -> Lesson:
+def _tell(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int) -> Lesson:
     """Of a replayed plan, which stays as it is."""
     case.told_peak_bytes = peak_bytes
     return Lesson(
@@ -204,12 +208,13 @@ def _hold_back_less(case: Case, unused_bytes: int, budget_bytes: int) -> bool:
 
 
 def _expect(case: Case, peak_bytes: int) -> None:
-    """Take in what the process takes beyond its tensors, within the budget.
+    """Take in what the process takes beyond its tensors, and no plan is to hold back.
 
-    Where there is room for all, free memory stays between tensors.
+    Where there is room, free memory stays between tensors; and where there is none for more to be
+    held back, that was told.
     """
     beyond = peak_bytes - case.expected_bytes
-    if abs(beyond) > max(MEASURED_WITHIN_BYTES, int(peak_bytes * _WITHIN_FRACTION)):
+    if abs(beyond) > max(_FEW_PAGES_BYTES, int(peak_bytes * _WITHIN_FRACTION)):
         case.surplus_bytes = max(0, case.surplus_bytes + beyond)
 
 

@@ -377,6 +377,32 @@ def test_where_not_all_of_it_can_be_held_back_as_much_is_as_there_is() -> None:
     _after_training(check)
 
 
+def test_what_no_plan_is_to_hold_back_is_expected() -> None:
+    """Of a plan that is replayed, within its budget; and where there is nothing more to be had."""
+
+    def check(session: Session) -> None:
+        (case,) = session.cases.values()
+        _nothing_learned(session)
+        _make_out(session, 1.0)
+        case.surplus_bytes = case.told_peak_bytes = 0
+        assert case.schedule is not None
+        planned_bytes = case.expected_bytes
+        peak_bytes = planned_bytes + (16 << 20)
+        session.plans.replayed = case.schedule.plan
+        lesson = learn(case, session.plans, peak_bytes=peak_bytes, budget_bytes=1 << 40)
+        session.plans.replayed = None
+        assert lesson == Lesson()
+        assert case.expected_bytes == peak_bytes
+        case.surplus_bytes = case.corrections = case.reserve_bytes = 0
+        _lesson(session, beyond_bytes=1 << 40)
+        assert case.expected_bytes == planned_bytes, "as much of it as can be is held back first"
+        _lesson(session, beyond_bytes=1 << 40)
+        assert case.budgets is not None
+        assert case.expected_bytes == case.budgets.device_bytes + (1 << 40)
+
+    _after_training(check)
+
+
 def test_half_of_what_is_held_back_for_nothing_is_given_back_once() -> None:
     def check(session: Session) -> None:
         (case,) = session.cases.values()
