@@ -77,6 +77,16 @@ class PlanMaker:
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{self._config.plan}: {error}") from None
 
+    def _require_same_sizes(self, planned: StepTrace, actual: StepTrace) -> None:
+        """Of tensors that are in both: where a step goes another way, the engine tells."""
+        for there, here in zip(planned.tensors, actual.tensors, strict=False):
+            if there.name == here.name and there.nbytes != here.nbytes:
+                raise PlanMismatchError(
+                    f"{self._config.plan}: {there.name} has {format_nbytes(there.nbytes)} "
+                    f"({there.nbytes} bytes) in the plan and {format_nbytes(here.nbytes)} "
+                    f"({here.nbytes} bytes) here; plan again"
+                )
+
     def may_recompute(self, *, short: bool) -> bool:
         """True if a plan may compute activations again; `short`: memory does not suffice."""
         if self.replayed is not None:
@@ -93,7 +103,9 @@ class PlanMaker:
         if case.memory is None:
             return None
         if self.replayed is not None:
-            self._require_same(self.replayed, self._trace(case).fingerprint)
+            trace = self._trace(case)
+            self._require_same(self.replayed, trace.fingerprint)
+            self._require_same_sizes(self.replayed.trace, trace)
             if self.replayed.recomputed:
                 return self._rehearsed_replay(self.replayed, case)
             return self.replayed

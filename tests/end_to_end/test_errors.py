@@ -280,6 +280,19 @@ class TestPlanFiles:
         with pytest.raises(PlanMismatchError, match=f"^{path}: .*graph"):
             run(training(other, MLP().batch, steps=6), plan=str(recorded[0]))
 
+    def test_replay_with_a_tensor_of_another_size_is_refused(
+        self, recorded: tuple[Path, Run], tmp_path: Path
+    ) -> None:
+        """A person may have edited it; it is no plan for the tensors that there are."""
+        plan = read_plan(recorded[0])
+        tensors, number = list(plan.trace.tensors), plan.migrations[0].tensor_id
+        moved = tensors[number]
+        tensors[number] = replace(moved, nbytes=moved.nbytes // 2)
+        trace = replace(plan.trace, tensors=tuple(tensors))
+        write_plan(replace(plan, trace=trace), path := tmp_path / "plan.json")
+        with pytest.raises(PlanMismatchError, match=f"{moved.name} has .* in the plan and .* here"):
+            run(training(MLP, MLP().batch, steps=6), plan=str(path))
+
     def test_replay_for_another_size_is_refused(self, recorded: tuple[Path, Run]) -> None:
         with pytest.raises(PlanMismatchError, match=r"graphs|shapes"):
             run(training(MLP, MLP(rows=640).batch, steps=6), plan=str(recorded[0]))
