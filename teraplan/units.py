@@ -52,10 +52,12 @@ def format_ns(duration_ns: int) -> str:
 
 
 def format_bandwidth(bytes_per_s: int) -> str:
-    """`bytes_per_s` in decimal GB/s or MB/s, the units in which disks are sold."""
+    """`bytes_per_s` in decimal GB/s or MB/s, the units in which disks are sold, or in less."""
     if bytes_per_s >= 10**9:
         return f"{bytes_per_s / 1e9:.2f} GB/s"
-    return f"{bytes_per_s / 1e6:.1f} MB/s"
+    if bytes_per_s >= 10**5:
+        return f"{bytes_per_s / 1e6:.1f} MB/s"
+    return f"{bytes_per_s / 1e3:.1f} kB/s" if bytes_per_s >= 100 else f"{bytes_per_s} B/s"
 
 
 def format_speed_beside(bytes_per_s: int, others: str) -> str:
