@@ -204,9 +204,17 @@ class Device(ABC):
     def resident_bytes(self) -> int:
         """Bytes that the process holds of the device now, tensors or not."""
 
+    def tensors_and_overhead(self) -> tuple[int, int]:
+        """`state_bytes`, and what the process holds of the device beside, what is free given back.
+
+        Two figures of one count, which takes a while.
+        """
+        tensors_bytes = self.state_bytes()
+        return tensors_bytes, self.resident_bytes() - tensors_bytes
+
     def overhead_bytes(self) -> int:
-        """Bytes that the process holds of the device beside tensors, what is free given back."""
-        return self.resident_bytes() - self.state_bytes()
+        """The second of `tensors_and_overhead`."""
+        return self.tensors_and_overhead()[1]
 
     @abstractmethod
     def take_peak(self) -> int:

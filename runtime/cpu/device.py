@@ -230,11 +230,11 @@ class CpuDevice(Device):
         beside = self._beside.held_bytes if self._beside is not None else 0
         return process_memory.resident_bytes() - beside
 
-    def overhead_bytes(self) -> int:
-        tensors = self.state_bytes()
+    def tensors_and_overhead(self) -> tuple[int, int]:
+        tensors_bytes = self.state_bytes()
         gc.collect(_YOUNG)
         self._trim()  # also what counting has taken
-        return self.resident_bytes() - tensors
+        return tensors_bytes, self.resident_bytes() - tensors_bytes
 
     def take_peak(self) -> int:
         peak = process_memory.peak_bytes()

@@ -44,9 +44,8 @@ class StateCount:
         resident_bytes = self._device.resident_bytes()
         if step is not None and not self._is_due(graphs, below, step, resident_bytes):
             return False
-        overhead_bytes = self._device.overhead_bytes()
-        self._resident_bytes = self._device.resident_bytes()
-        self.state_bytes = self._resident_bytes - overhead_bytes
+        self.state_bytes, overhead_bytes = self._device.tensors_and_overhead()
+        self._resident_bytes = self.state_bytes + overhead_bytes
         if self._num_counts > 0:
             self.overhead_bytes = overhead_bytes
         self._count_missing(below)

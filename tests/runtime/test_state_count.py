@@ -1,5 +1,6 @@
 """When what lasts is counted again."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -29,6 +30,14 @@ def test_each_of_the_first_steps_then_fewer_and_fewer(count: StateCount) -> None
     assert _run(count, range(8)) == 8
     assert 3 <= _run(count, range(8, 40)) <= 6
     assert 1 <= _run(count, range(1000, 1128)) <= 3
+
+
+def test_tensors_are_counted_to_the_byte(count: StateCount) -> None:
+    """And not as the difference of two readings of the process's memory."""
+    gc.collect()
+    for step in range(8):
+        _run(count, range(step, step + 1))
+        assert count.state_bytes == count._device.state_bytes()
 
 
 def test_at_once_where_the_process_has_grown(count: StateCount) -> None:
