@@ -1,5 +1,9 @@
-"""Locks where waiting could be a dead-lock: finalizers, signal handlers."""
+"""Locks where waiting could be a dead-lock, and waits that an interrupt may end.
 
+Finalizers and the handlers of signals run at any point of a thread; a handler may raise there.
+"""
+
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,3 +34,28 @@ def if_free(lock: Lock, action: Callable[[], object], *, timeout_s: float = 0.0)
     finally:
         if locked == [True]:
             lock.release()
+
+
+class Bell:
+    """Wakes threads that wait for something to change. Call `enlist` and `ring` with one lock held.
+
+    `threading.Condition` would do, but for interrupts: one that comes while a wait takes its lock
+    again makes `with` give up a lock that another thread has. Here whoever waits has no lock.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[threading.Lock] = []
+
+    def enlist(self) -> threading.Lock:
+        """A lock that can be had again when the bell has rung."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiting.append(waiter)
+        return waiter
+
+    def ring(self) -> None:
+        """Wake all. What an interrupt has left undone the next call does."""
+        while self._waiting:
+            if self._waiting[-1].locked():
+                self._waiting[-1].release()
+            self._waiting.pop()

@@ -201,6 +201,7 @@ class Store:
     def take_back(self, transfer: Transfer) -> None:
         """Whatever is queued of `transfer` will not be moved."""
         self.queue.remove(transfer)
+        self._work.notify_all()  # an interrupted `notify` counts a worker that it has woken again
         running = sum(chunk.nbytes for chunk in self.running.values())
         self.pending_bytes = self.queue.nbytes + running
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
 from teraplan.errors import DeadlineError, StorageError
-from teraplan.runtime.process.locks import if_free
+from teraplan.runtime.process.locks import Bell, Lock, if_free
 from teraplan.runtime.storage.balance import Balance
 from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory
@@ -43,7 +43,7 @@ class Traffic:
     ) -> None:
         self.lock, self.pace = threading.Lock(), Pace()
         # Everything below is guarded by the lock.
-        self._ended = threading.Condition(self.lock)
+        self._ended = Bell()
         self._drops: deque[Record] = deque()
         self._closed_because: str | None = None
         self._worker_died = False
@@ -156,19 +156,9 @@ class Traffic:
             StorageError: the transfer failed.
         """
         began_ns = perf_counter_ns()
-        with self.lock:
-            if not transfer.done:
-                self._promote(transfer)
-            while not transfer.done:
-                if self._worker_died:
-                    raise StorageError(f"{what}: {transfer.label}: {self._closed_because}")
-                idle_s = self._idle_s(transfer, began_ns)
-                if idle_s >= deadline_s / 2:
-                    self._balance.leave_stuck_stores(deadline_s, idle_s)
-                    idle_s = self._idle_s(transfer, began_ns)  # elsewhere it begins anew
-                if idle_s >= deadline_s:
-                    raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
-                self._ended.wait(self._patience_s(idle_s, deadline_s))
+        while (turn := self._turn(transfer, what, began_ns, deadline_s)) is not None:
+            ended, patience_s = turn
+            ended.acquire(timeout=patience_s)
         transfer.raise_if_failed()
         return perf_counter_ns() - began_ns
 
@@ -194,6 +184,29 @@ class Traffic:
         until_ns = perf_counter_ns() + int(timeout_s * 1e9)
         for store in self.stores:
             store.close(until_ns)
+
+    def _turn(
+        self, transfer: Transfer, what: str, began_ns: int, deadline_s: float
+    ) -> tuple[Lock, float] | None:
+        """What can be had when something has ended, and the seconds until it is time to look anew.
+
+        None if `transfer` has ended. Stores that are stuck are left.
+        """
+        with self.lock:
+            if transfer.done:
+                return None
+            if self._worker_died:
+                raise StorageError(f"{what}: {transfer.label}: {self._closed_because}")
+            self._promote(transfer)
+            idle_s = self._idle_s(transfer, began_ns)
+            if idle_s >= deadline_s / 2:
+                self._balance.leave_stuck_stores(deadline_s, idle_s)
+                idle_s = self._idle_s(transfer, began_ns)  # elsewhere it begins anew
+            if idle_s >= deadline_s:
+                raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
+            half_s, rest_s = deadline_s / 2 - idle_s, deadline_s - idle_s
+            stuck_in_s = self._balance.stuck_in_s(deadline_s)
+            return self._ended.enlist(), half_s if half_s > 0 else min(rest_s, stuck_in_s)
 
     # ---- called by workers ----------------------------------------------------------------------
 
@@ -232,7 +245,7 @@ class Traffic:
         self._worker_died = True
         self._stop(f"a storage worker died of {error!r}")
         with self.lock:
-            self._ended.notify_all()
+            self._ended.ring()
 
     # ---- with the lock held ---------------------------------------------------------------------
 
@@ -304,11 +317,6 @@ class Traffic:
         last_ns = max(began_ns, transfer.progress_ns, write.progress_ns, held_until_ns)
         return (perf_counter_ns() - last_ns) / 1e9
 
-    def _patience_s(self, idle_s: float, deadline_s: float) -> float:
-        """Until a store may be stuck, or the deadline is over."""
-        half_s, rest_s = deadline_s / 2 - idle_s, deadline_s - idle_s
-        return half_s if half_s > 0 else min(rest_s, self._balance.stuck_in_s(deadline_s))
-
     def _free_dropped(self) -> None:
         while self._drops:
             record = self._drops[0]
@@ -335,7 +343,7 @@ class Traffic:
             for read, address in waiting:
                 self._start(read, address)
         self._free_if_unused(record)
-        self._ended.notify_all()
+        self._ended.ring()
 
     def _not_moved(self, transfer: Transfer) -> StorageError:
         return StorageError(

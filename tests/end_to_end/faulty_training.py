@@ -42,6 +42,8 @@ from tests.fakes.faulty_calls import Fault, injected
 
 STEPS = 2
 ROWS = 1024
+PATIENCE_S = 60.0
+"""How soon a disk moves what it has been given is up to all who use it."""
 NAMED_ERRORS = (StorageError, DeadlineError, BudgetExceededError, InfeasibleBudgetError)
 WRITE_FAULTS = (EIO, ENOSPC, EDQUOT, EROFS, ENODEV, EINTR, EAGAIN, "short", "slow")
 READ_FAULTS = (EIO, ENODEV, EINTR, EAGAIN, "short", "slow", "flip", "end")
@@ -135,10 +137,10 @@ class FaultyTraining:
     def _check_left_nothing(self) -> None:
         self._session.engine.drop_all()
         storage = self._device().storage
-        until_s = time.monotonic() + 5
+        until_s = time.monotonic() + PATIENCE_S
         while storage.bytes_in_use and time.monotonic() < until_s:
             time.sleep(0.001)  # what was under way when the error came
-        assert storage.bytes_in_use == 0, f"{storage.bytes_in_use} bytes left in storage"
+        assert storage.bytes_in_use == 0, f"left in storage:\n{storage.describe()}"
 
     def _train(self, recorded: list[str]) -> None:
         with torch.no_grad():

@@ -4,7 +4,9 @@ Nothing may be left afterwards: no room in the files, no lock, nothing that is w
 """
 
 import linecache
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +112,50 @@ def test_an_interrupt_anywhere_leaves_nothing_behind(
         _round_trip(storage, source, landing)
         assert (landing == source).all()
     assert sys.gettrace() is None
+
+
+def test_an_interrupt_while_others_have_the_lock_leaves_it_to_them(
+    disk: Path, memory: Memory
+) -> None:
+    source = memory(64 * 1024, seed=1)
+    with Storage.open([disk], deadline_s=20.0) as storage:
+        lock, was_theirs = storage.traffic.lock, list[bool]()
+        waits, may_write = threading.Event(), threading.Event()
+
+        def take_the_lock() -> None:
+            waits.wait()
+            time.sleep(0.05)
+            with lock:
+                may_write.set()
+                time.sleep(0.05)  # the worker wants it now, too, to say that it has written
+                storage.traffic._ended.ring()
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                time.sleep(0.2)
+                was_theirs.append(lock.locked())
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        other = threading.Thread(target=take_the_lock)
+        other.start()
+        handler = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            record = storage.put(
+                *(source.ctypes.data, source.nbytes),
+                owner=source,
+                label="a",
+                after=may_write.wait,
+            )
+            with pytest.raises(KeyboardInterrupt):
+                waits.set()
+                storage.wait(record.write, what="the test")
+        finally:
+            signal.signal(signal.SIGALRM, handler)
+            other.join()
+        assert was_theirs == [True]
+        storage.wait(record.write, what="the test")
+        storage.drop(record)
+        _check_nothing_is_left(storage)
 
 
 def _check_nothing_is_left(storage: Storage) -> None:
