@@ -149,8 +149,9 @@ class Case:
         self.told_pauses = self.num_pauses + 1
         num_steps = _FIRST_PAUSE << self.num_pauses
         return (
-            f"step kind {self.number} was different every time; its next {num_steps} run without a "
-            "plan, then it is measured again"
+            f"steps of one kind (number {self.number}: the same graphs at the same sizes) were "
+            f"different every time; the next {num_steps} of them run without a plan, then they are "
+            "measured again"
         )
 
     def meet(self, table: GraphTable) -> bool:

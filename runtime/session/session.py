@@ -318,7 +318,7 @@ class Session:
         if not case.diverged(for_good=with_new_graphs and not is_replayed):
             return
         if not is_replayed:
-            log.info("step kind %d goes another way than planned: measured anew", case.number)
+            log.info("steps of kind %d go another way than planned: measured anew", case.number)
             self.cases.renew(case)
         elif _OFF_PLAN not in self.fallbacks:
             self.fall_back(_OFF_PLAN)

@@ -232,7 +232,7 @@ def test_steps_that_are_never_alike_are_not_kinds_without_end() -> None:
     assert_same(reference, limited)
     (session,) = sessions()
     assert len(session.cases) == 1 + 12, "that they all begin like, and after some others"
-    assert "run without a plan, then it is measured again" in str(limited.statuses[-1].fallbacks)
+    assert "run without a plan, then they are measured again" in str(limited.statuses[-1].fallbacks)
 
 
 def beside_much(part: Layers, x: Tensor) -> Tensor:
