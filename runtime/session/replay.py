@@ -66,12 +66,16 @@ def replayed_plan(config: Config) -> Plan | None:
 
 def configured_for(plan: Plan, config: Config) -> Config:
     """`config` with what the plan takes for granted: whether training state moves, and where."""
+    device, host = (
+        Budget(nbytes=nbytes) for nbytes in (plan.budgets.device_bytes, plan.budgets.host_bytes)
+    )
     if config.host_budget is None:
-        config = dataclasses.replace(config, host_budget=Budget(nbytes=plan.budgets.host_bytes))
-    if not _has_state(plan):
-        return dataclasses.replace(config, training_state="stays")
-    budget = Budget(nbytes=plan.budgets.device_bytes)
-    return dataclasses.replace(config, device_budget=budget, training_state="moves")
+        config = dataclasses.replace(config, host_budget=host)
+    if _has_state(plan):
+        return dataclasses.replace(config, device_budget=device, training_state="moves")
+    if config.device_budget is None:
+        config = dataclasses.replace(config, device_budget=device)
+    return dataclasses.replace(config, training_state="stays")
 
 
 def _has_state(plan: Plan) -> bool:

@@ -61,13 +61,15 @@ def open_unnamed(directory: Path) -> int:
     except OSError as error:
         if error.errno not in _NO_UNNAMED_FILES:
             raise StorageUnusableError(
-                f"no file can be made in storage directory {directory}: {error.strerror}"
+                f"no file can be made in storage directory {directory}: {error.strerror}; "
+                "name another one"
             ) from error
     try:
         return _open_and_unlink(directory, flags)
     except OSError as error:
         raise StorageUnusableError(
-            f"no file can be made in storage directory {directory}: {error.strerror}"
+            f"no file can be made in storage directory {directory}: {error.strerror}; "
+            "name another one"
         ) from error
 
 

@@ -29,6 +29,8 @@ MAX_TEXT = 1 << 16
 """Longest name in characters."""
 MAX_MESSAGE = 1000
 """Characters that an error shows at most, about."""
+_MOST_BITS = 128
+"""Of a whole number that an error shows."""
 
 
 def write_object(value: dict[str, object], path: Path) -> None:
@@ -289,7 +291,7 @@ def _for_people(message: str) -> str:
 def _describe(value: object) -> str:
     if isinstance(value, (dict, list)):
         return f"a{'n object' if isinstance(value, dict) else ' list'} of {len(value)}"
-    text = "null" if value is None else json.dumps(value) if type(value) is not int else hex(value)
-    if type(value) is int and abs(value) < 10**30:
-        text = str(value)
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return f"a whole number of {value.bit_length()} bits"
+    text = "null" if value is None else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -242,6 +242,14 @@ class TestPlanFiles:
         assert_same(original, replayed)
         assert replayed.moved_bytes == read_plan(path).prediction.out_bytes[Tier.STORAGE]
 
+    def test_replay_keeps_to_the_budget_of_the_plan_before_it_is_in_force(
+        self, recorded: tuple[Path, Run]
+    ) -> None:
+        path, _ = recorded
+        first = run(training(MLP, MLP().batch, steps=1), plan=str(path)).statuses[0]
+        assert first.phase != "planned"
+        assert first.device_budget_bytes == read_plan(path).budgets.device_bytes
+
     def test_replay_drives_storage_no_faster_than_the_plan_says(
         self, recorded: tuple[Path, Run], tmp_path: Path
     ) -> None:

@@ -192,6 +192,17 @@ def test_what_no_store_takes_goes_to_host_memory() -> None:
         assert (tensor == 3).all()
 
 
+@pytest.mark.parametrize("host_bytes", [1, pages.PAGE_BYTES, 100_001])
+def test_a_part_in_host_memory_ends_at_any_byte(host_bytes: int) -> None:
+    with state_arena.opened(4 * MIB, host_bytes=4 * MIB) as arena:
+        tensor, block = filled(arena, 3)
+        arena.see_out(block, host_bytes=host_bytes)
+        assert block.place is Place.AWAY
+        assert (tensor == 3).all(), "it is read where it lies"
+        arena.use(block)
+        assert (tensor == 3).all()
+
+
 def test_ended_tensors_give_their_memory_back(arena: StateArena) -> None:
     kept = [filled(arena, number) for number in range(12)]
     assert len(arena.blocks) == 12
