@@ -226,9 +226,9 @@ class GraphForecast:
         if not self._tables:
             return named
         margin = self._wide_margin_bytes
-        return named + (
-            margin if certainly else min(margin, int(named * _MARGIN_WHERE_STATE_MOVES))
-        )
+        if self._state_moves or not certainly:  # state has what they turn out not to need
+            margin = min(margin, int(named * _MARGIN_WHERE_STATE_MOVES))
+        return named + margin
 
     def _hopeless_bytes(self, needed_bytes: int) -> int:
         """Measuring would not show that less is enough."""

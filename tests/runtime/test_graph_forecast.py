@@ -95,5 +95,11 @@ def test_what_is_named_has_room_for_what_kernels_take_more(forecast: Make) -> No
     assert wide < margin(saved, certainly=True) < wide + 4 * MIB
     tenth = (STATE + BESIDE) // 10
     assert tenth < margin(saved, certainly=False) < tenth + 4 * MIB, "where the state moves"
+    moving = forecast(saved)
+    moving.refresh([saved], update_bytes=0, state_moves=True)
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        moving.refuse(0, certainly=True, moving_bytes=8 * MIB)
+    named = refusal.value.least_budget_bytes - moving.least_bytes - 8 * MIB
+    assert named < moving.least_bytes // 10 + 4 * MIB, "there, too, in the middle of a step"
     for certainly in (True, False):
         assert margin(TABLE, certainly=certainly) < 5 * MIB, "what would hold it all is enough"
