@@ -282,8 +282,7 @@ class CpuDevice(Device):
         self.pool.slack_bytes = max(0, slack)
         beyond = resident - limit_bytes
         urgent = beyond > headroom_bytes
-        if free_bytes:  # what waits is counted only then: it is taken back for that
-            free_bytes = min(free_bytes, max(0, self.pool.waiting_bytes - beyond))
+        free_bytes = min(free_bytes, max(0, self.pool.waiting_bytes - beyond))
         self._limit_bytes -= free_bytes
         beyond -= self.pool.shrink(beyond + free_bytes)
         self.pool.room_bytes = max(0, -beyond - free_bytes) if self._beside is not None else None

@@ -8,8 +8,7 @@ where that has mapped nothing since and there is room under the limit, little ca
 from teraplan.runtime.device import MEASURED_WITHIN_BYTES
 from teraplan.runtime.process import process_memory
 
-_SITES_PER_CHANGE, _MOST_SITES_BETWEEN_READINGS = 8, 32
-"""Within so many sites the process changes by `MEASURED_WITHIN_BYTES` at most; never look later."""
+_SITES_BETWEEN_READINGS = 8
 
 
 class ResidentMemory:
@@ -30,12 +29,11 @@ class ResidentMemory:
             num_blocks: that the pool has made so far.
         """
         self._sites_since += 1
-        num_changes = 1 + self._sites_since // _SITES_PER_CHANGE
         return (
             self._settled
             and num_blocks == self._num_blocks
-            and self._sites_since < _MOST_SITES_BETWEEN_READINGS
-            and self._nbytes + num_changes * MEASURED_WITHIN_BYTES <= limit_bytes
+            and self._sites_since < _SITES_BETWEEN_READINGS
+            and self._nbytes + MEASURED_WITHIN_BYTES <= limit_bytes
         )
 
     def read(self, num_blocks: int) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from teraplan.runtime.cpu import allocator as cpu_allocator
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.cpu.resident_memory import ResidentMemory
 from teraplan.runtime.process import process_memory
@@ -48,15 +47,10 @@ def test_near_the_limit_it_is_read_at_each_site(settled: ResidentMemory) -> None
     assert not settled.is_surely_under(now + 2 * MIB - 1, 3)
 
 
-def test_the_less_room_there_is_the_sooner_it_is_read(settled: ResidentMemory) -> None:
-    def num_sites(room_bytes: int) -> int:
-        limit = settled.read(3) + room_bytes
-        known = [settled.is_surely_under(limit, 3) for _ in range(LONG)]
-        assert known == sorted(known, reverse=True)
-        return sum(known)
-
-    assert 1 < num_sites(2 * MIB) < num_sites(4 * MIB) < num_sites(6 * MIB) < LONG // 2
-    assert num_sites(6 * MIB) < num_sites(FAR) < LONG // 2, "in any case at some time"
+def test_after_some_sites_it_is_read_in_any_case(settled: ResidentMemory) -> None:
+    known = [settled.is_surely_under(FAR, 3) for _ in range(LONG)]
+    assert known == sorted(known, reverse=True)
+    assert 1 < sum(known) < LONG // 2
 
 
 @pytest.fixture
@@ -67,14 +61,6 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuDevice]:
         torch.ones(64 * MIB // 4)
         yield opened
         opened.close()
-
-
-def test_what_is_freed_stays_at_hand_while_there_is_room(device: CpuDevice) -> None:
-    limit = process_memory.resident_bytes() + 1024 * MIB
-    torch.ones(64 * MIB // 4)
-    for _ in range(LONG):
-        device.keep_under(limit, 0)
-    assert cpu_allocator.num_returned_bytes() == 64 * MIB
 
 
 def test_what_others_take_is_given_up_by_the_pool_some_sites_later(device: CpuDevice) -> None:
