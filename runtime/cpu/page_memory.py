@@ -101,8 +101,6 @@ class PageMemory(BlockMemory):
         if host_bytes is None:
             goes = self.tiers.has_host_room(nbytes, beside_bytes=self.planned_host_bytes)
             host_bytes = nbytes if goes else 0
-        if host_bytes < nbytes:  # what lies behind is mapped from its file
-            host_bytes = host_bytes // pages.PAGE_BYTES * pages.PAGE_BYTES
         source = Source(address, nbytes, owner=block, label=block.label, is_compared=True)
         block.record = away = self.tiers.put_where_there_is_room(source, host_bytes)
         self.log.count(away.writes)

@@ -216,7 +216,7 @@ class SwappedMemory(BlockMemory):
         if host_bytes is None:
             host_bytes = block.nbytes if self._has_host_room(block) else 0
         if host_bytes < block.nbytes:
-            return self._to_storage(block, host_bytes // PAGE_BYTES * PAGE_BYTES)
+            return self._to_storage(block, host_bytes)
         try:
             return self._to_host(block)
         except StorageFullError:

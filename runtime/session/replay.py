@@ -66,16 +66,12 @@ def replayed_plan(config: Config) -> Plan | None:
 
 def configured_for(plan: Plan, config: Config) -> Config:
     """`config` with what the plan takes for granted: whether training state moves, and where."""
-    device, host = (
-        Budget(nbytes=nbytes) for nbytes in (plan.budgets.device_bytes, plan.budgets.host_bytes)
-    )
+    moves = _has_state(plan)
     if config.host_budget is None:
-        config = dataclasses.replace(config, host_budget=host)
-    if _has_state(plan):
-        return dataclasses.replace(config, device_budget=device, training_state="moves")
-    if config.device_budget is None:
-        config = dataclasses.replace(config, device_budget=device)
-    return dataclasses.replace(config, training_state="stays")
+        config = dataclasses.replace(config, host_budget=Budget(nbytes=plan.budgets.host_bytes))
+    if moves or config.device_budget is None:
+        config = dataclasses.replace(config, device_budget=Budget(nbytes=plan.budgets.device_bytes))
+    return dataclasses.replace(config, training_state="moves" if moves else "stays")
 
 
 def _has_state(plan: Plan) -> bool:

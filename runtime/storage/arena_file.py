@@ -57,14 +57,11 @@ def open_unnamed(directory: Path) -> int:
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        return open_file(directory, flags | os.O_TMPFILE, 0o600)
-    except OSError as error:
-        if error.errno not in _NO_UNNAMED_FILES:
-            raise StorageUnusableError(
-                f"no file can be made in storage directory {directory}: {error.strerror}; "
-                "name another one"
-            ) from error
-    try:
+        try:
+            return open_file(directory, flags | os.O_TMPFILE, 0o600)
+        except OSError as error:
+            if error.errno not in _NO_UNNAMED_FILES:
+                raise
         return _open_and_unlink(directory, flags)
     except OSError as error:
         raise StorageUnusableError(

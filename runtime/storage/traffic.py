@@ -156,8 +156,8 @@ class Traffic:
             StorageError: the transfer failed.
         """
         began_ns = perf_counter_ns()
-        while (turn := self._turn(transfer, what, began_ns, deadline_s)) is not None:
-            ended, patience_s = turn
+        while (wait := self._next_wait(transfer, what, began_ns, deadline_s)) is not None:
+            ended, patience_s = wait
             ended.acquire(timeout=patience_s)
         transfer.raise_if_failed()
         return perf_counter_ns() - began_ns
@@ -185,7 +185,7 @@ class Traffic:
         for store in self.stores:
             store.close(until_ns)
 
-    def _turn(
+    def _next_wait(
         self, transfer: Transfer, what: str, began_ns: int, deadline_s: float
     ) -> tuple[Lock, float] | None:
         """What can be had when something has ended, and the seconds until it is time to look anew.

@@ -92,7 +92,7 @@ class BlockMemory(ABC):
 
         Args:
             block: is in memory.
-            host_bytes: of it go to host memory; None: where there is room.
+            host_bytes: of it go to host memory, whole pages or all; None: where there is room.
 
         Raises:
             StorageFullError: there is no room for it anywhere; nothing has happened.

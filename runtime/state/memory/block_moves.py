@@ -8,6 +8,7 @@ block's tensors show is what was written to them.
 
 from collections import OrderedDict, deque
 
+from teraplan.runtime.process.pages import PAGE_BYTES
 from teraplan.runtime.process.whole import whole
 from teraplan.runtime.state.memory.block import Block, Key, Place
 from teraplan.runtime.state.memory.block_memory import BlockMemory
@@ -38,6 +39,8 @@ class BlockMoves:
             else:
                 self._drop_record(block)
         if block.record is None:
+            if host_bytes is not None and host_bytes < block.nbytes:
+                host_bytes -= host_bytes % PAGE_BYTES  # what lies behind is mapped where it lies
             self.memory.start_out(block, host_bytes)
             block.epoch, block.changed = self._epoch, False
         block.leaving = True
