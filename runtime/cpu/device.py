@@ -274,6 +274,7 @@ class CpuDevice(Device):
         num_blocks = self.pool.num_blocks_made
         if self._beside is None and self._resident.is_surely_under(limit_bytes, num_blocks):
             return
+        self.pool.settle()
         resident = self._resident_soon()
         beside_bytes = self._beside.held_bytes if self._beside is not None else 0
         pool_bytes = self.pool.held_bytes + beside_bytes

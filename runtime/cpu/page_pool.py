@@ -1,58 +1,73 @@
 """Touched memory that waits for its next use, or goes back to the system.
 
-    given -> joined with its neighbours that wait, too
+    freed -> joined with its neighbours that wait, too
           -> a tensor takes the end of the range that fits best
           -> where none is large enough: pieces of several are moved into a row
           -> unmapped
 
-A step's tensors come in a few sizes, again and again, and most of the memory is in use. With blocks
-that waited for their own size, half of all tensors found none and were made of moved pieces (93 of
-196 in a step of an 8-layer GPT-2, 17 ms); with ranges that are split and joined it is 20.
+The first two are `page_pool.cpp`, which each tensor asks; this is what is left to Python. A step's
+tensors come in a few sizes, again and again, and most of the memory is in use. With blocks that
+waited for their own size, half of all tensors found none and were made of moved pieces (93 of 196
+in a step of an 8-layer GPT-2, 17 ms); with ranges that are split and joined it is 20.
 """
 
-from teraplan.runtime.cpu.free_ranges import FreeRanges, PageBlock
+import ctypes
+
+from teraplan.runtime.cpu.native import CPiece, library
 from teraplan.runtime.cpu.page_scraps import PageScraps, Piece, new_mapping, total_nbytes
 from teraplan.runtime.process import pages
 from teraplan.runtime.process.pages import HUGE_PAGE_BYTES
 
 
 class PagePool:
-    """Ranges that wait. Not thread safe."""
+    """Memory that waits, and a count of what does not. Safe from any thread, but for `make`."""
 
     def __init__(self) -> None:
-        self._large = FreeRanges(HUGE_PAGE_BYTES)
-        """Of mappings that may have huge pages."""
-        self._small = FreeRanges(pages.PAGE_BYTES)
+        self._library = library()
+        self.handle = int(self._library.new_pool())
+        """In the library."""
+        self._counts = self._library.counts_of(self.handle).contents
 
     @property
     def nbytes(self) -> int:
         """All that waits."""
-        return self._large.nbytes + self._small.nbytes
+        return int(self._counts.waiting)
 
-    def take(self, nbytes: int) -> PageBlock | None:
-        """A block of `nbytes` of touched memory, None if no range is so large."""
-        block = self._small.take(nbytes) if nbytes < HUGE_PAGE_BYTES else None
-        return block or self._large.take(nbytes)
+    @property
+    def in_use_bytes(self) -> int:
+        """Of blocks that tensors have."""
+        return int(self._counts.in_use)
 
-    def give(self, block: PageBlock) -> None:
-        """Keep the memory of a block that nobody uses any more."""
-        (self._large if block.is_large else self._small).add(block)
+    @property
+    def most_in_use_bytes(self) -> int:
+        """The most of these at once, since it was lowered."""
+        return int(self._counts.most_in_use)
+
+    def owns(self, address: int) -> bool:
+        """True if a block in use begins at `address`."""
+        return bool(self._library.owns_block(self.handle, address))
+
+    def lower_most(self, nbytes: int) -> None:
+        """`most_in_use_bytes` is so much less from now on, but no less than what is in use."""
+        self._library.lower_most(self.handle, nbytes)
+
+    def join(self) -> None:
+        """What has been freed is one with what waits beside it; until then it serves its size."""
+        self._library.join_free(self.handle)
 
     def take_piece(self, nbytes: int) -> int | None:
         """Address of `nbytes` of touched memory that may move on by one move; None: there are none.
 
         The pages are the caller's.
         """
-        address = self._small.take_piece(nbytes) if nbytes < HUGE_PAGE_BYTES else None
-        return self._large.take_piece(nbytes) if address is None else address
+        return int(self._library.take_piece(self.handle, nbytes)) or None
 
     def give_piece(self, address: int, nbytes: int) -> None:
         """Keep memory that may move on by one move."""
-        piece = Piece(address, nbytes, new_mapping())
-        self.give(PageBlock(address, [piece], is_large=nbytes >= HUGE_PAGE_BYTES))
+        self._wait(Piece(address, nbytes, new_mapping()), is_large=nbytes >= HUGE_PAGE_BYTES)
 
-    def make(self, nbytes: int, reused_bytes: int) -> PageBlock:
-        """A new block, `reused_bytes` of it out of what waits, if there are so many.
+    def make(self, nbytes: int, reused_bytes: int) -> None:
+        """Let a new block wait, `reused_bytes` of it out of what waits, if there are so many.
 
         Where it could have a huge page and only pieces of some wait, these go back to the system
         and a fresh one takes their place. Else all memory would end in pieces, step by step.
@@ -69,12 +84,9 @@ class PagePool:
         pieces = _moved(huge, start)
         if tail > fresh:
             pieces.append(Piece(fresh, tail - fresh, new_mapping()))
-        return PageBlock(start, pieces + _moved(small, tail), is_large=is_large)
-
-    def recover(self) -> None:
-        """After an interrupt within one of the above."""
-        self._large.recover()
-        self._small.recover()
+        pieces += _moved(small, tail)
+        array = (CPiece * len(pieces))(*(CPiece(*piece) for piece in pieces))
+        self._library.add_block(self.handle, array, len(pieces), is_large)
 
     def shrink(self, nbytes: int) -> None:
         """Unmap at least `nbytes` of what waits, or all there is; huge pages go as a whole."""
@@ -87,20 +99,43 @@ class PagePool:
         """Unmap everything that waits."""
         self.shrink(self.nbytes)
 
+    def close(self) -> None:
+        """The same, and what is in use is unmapped when it is freed."""
+        self._library.forget_taken(self.handle)
+        self.clear()
+
+    def cut_off(self, nbytes: int, *, is_large: bool) -> list[Piece]:
+        """Pieces of a range that waits, `nbytes` or a little more; less if none is so large.
+
+        They are the caller's.
+
+        Args:
+            nbytes: that are wanted.
+            is_large: of mappings that may have huge pages.
+        """
+        count = ctypes.c_size_t()
+        found = self._library.cut_off(self.handle, nbytes, is_large, ctypes.byref(count))
+        return [Piece(p.address, p.nbytes, p.mapping) for p in found[: count.value]]
+
     def _break_up(self, nbytes: int, *, large_first: bool) -> PageScraps:
         """Pieces of at least `nbytes`, or all there are."""
         scraps = PageScraps()
-        order = (self._large, self._small) if large_first else (self._small, self._large)
-        for ranges in order:
-            while scraps.nbytes < nbytes and ranges.nbytes:
-                for piece in ranges.cut_off(nbytes - scraps.nbytes).pieces:
+        for is_large in (large_first, not large_first):
+            while scraps.nbytes < nbytes:
+                pieces = self.cut_off(nbytes - scraps.nbytes, is_large=is_large)
+                for piece in pieces:
                     scraps.add(piece)
+                if not pieces:
+                    break
         return scraps
 
     def _keep(self, scraps: PageScraps) -> None:
         """What is left of them waits again."""
         for piece, is_large in scraps.rest():
-            self.give(PageBlock(piece.address, [piece], is_large=is_large))
+            self._wait(piece, is_large=is_large)
+
+    def _wait(self, piece: Piece, *, is_large: bool) -> None:
+        self._library.add_piece(self.handle, CPiece(*piece), is_large)
 
 
 def _moved(scraps: list[Piece], target: int) -> list[Piece]:

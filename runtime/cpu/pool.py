@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from teraplan.runtime.cpu import allocator as cpu_allocator
 from teraplan.runtime.cpu.allocator import UNIT_BYTES
-from teraplan.runtime.cpu.free_ranges import PageBlock
 from teraplan.runtime.cpu.page_pool import PagePool
 from teraplan.runtime.process.pages import HUGE_PAGE_BYTES, round_up
 
@@ -28,17 +27,14 @@ class CpuPool:
     """
 
     def __init__(self) -> None:
-        self._waiting = PagePool()
-        self._taken: dict[int, PageBlock] = {}
-        self._in_use_bytes = 0
-        self._most_bytes = 0
+        self._pages: PagePool | None = None
+        """None until somebody needs it: it is compiled."""
         self.num_blocks_made = 0
         """So far, of memory that was elsewhere or is fresh: that may be touched only later."""
         self.slack_bytes = 0
         """So much more may be mapped while something waits."""
         self.room_bytes: int | None = None
         """At most so much, where something else takes what is not in use here; None: nothing."""
-        weakref.finalize(self, self._waiting.clear).atexit = False
 
     def serve(self) -> str:
         """Be where PyTorch has the memory of large tensors from; why not, if that cannot be."""
@@ -47,71 +43,78 @@ class CpuPool:
     def close(self) -> None:
         """Unmap what waits; what is in use is unmapped when its tensor goes."""
         cpu_allocator.stop(self)
-        self._change(self._clear)
+        self._change(PagePool.close)
+
+    @property
+    def handle(self) -> int:
+        """In the library."""
+        return self._made_pages.handle
 
     @property
     def held_bytes(self) -> int:
         """In use and waiting together."""
-        return self._in_use_bytes + self._waiting.nbytes
+        return self.in_use_bytes + self.waiting_bytes
 
     @property
     def in_use_bytes(self) -> int:
         """Of blocks that tensors have."""
-        cpu_allocator.take_back()
-        return self._in_use_bytes
+        return self._pages.in_use_bytes if self._pages is not None else 0
 
     @property
     def waiting_bytes(self) -> int:
         """Of blocks that no tensor has."""
-        cpu_allocator.take_back()
-        return self._waiting.nbytes
+        return self._pages.nbytes if self._pages is not None else 0
 
     def owns(self, address: int) -> bool:
         """True if a tensor that starts at `address` has its memory from here."""
-        return address in self._taken
+        return self._pages is not None and self._pages.owns(address)
 
-    def take(self, nbytes: int) -> int:
-        """Address of a block for a tensor of `nbytes`, 0 if the system has no memory."""
-        nbytes = round_up(nbytes)
+    def settle(self) -> None:
+        """What has been freed is one with what waits beside it."""
+        if self._pages is not None:
+            self._pages.join()
+
+    def make(self, nbytes: int) -> bool:
+        """Let a block of `nbytes`, whole pages, wait for its tensor; False: there is no memory.
+
+        It is made of what waits, as far as slack and room do not reach; what it does not need of
+        that is unmapped.
+        """
+        waiting = self._made_pages
+        in_use_bytes = waiting.in_use_bytes + nbytes
+        most_bytes = max(waiting.most_in_use_bytes, in_use_bytes)
+        beyond_bytes = in_use_bytes + waiting.nbytes - most_bytes - self.slack_bytes
+        if self.room_bytes is not None:
+            beyond_bytes = max(beyond_bytes, nbytes - self.room_bytes)
+        _unmap(waiting, beyond_bytes - nbytes)
+        self.num_blocks_made += 1
+        before = waiting.nbytes
         try:
-            block = self._take(nbytes)
-            self._taken[block.address] = block
-            self._in_use_bytes += nbytes
+            waiting.make(nbytes, _reused(nbytes, beyond_bytes))
         except OSError:
-            return 0
-        except BaseException:
-            self._recover()
-            raise
-        return block.address
-
-    def give_back(self, address: int) -> None:
-        """A block's tensor is gone, if it had one."""
-        block = self._taken.get(address)
-        if block is None:
-            return
-        try:
-            del self._taken[address]
-            self._in_use_bytes -= block.nbytes
-            self._waiting.give(block)
-        except BaseException:
-            self._recover()
-            raise
+            return False
+        fresh_bytes = waiting.nbytes - before
+        if fresh_bytes:
+            self.slack_bytes = max(0, self.slack_bytes - fresh_bytes)
+            if self.room_bytes is not None:
+                self.room_bytes = max(0, self.room_bytes - fresh_bytes)
+        return True
 
     def trim(self) -> None:
         """Unmap every waiting block, and forget how much has been in use at once."""
 
-        def trim() -> None:
-            self._unmap(self._waiting.nbytes)
-            self._most_bytes = self._in_use_bytes
+        def trim(waiting: PagePool) -> None:
+            waiting.clear()
+            waiting.lower_most(waiting.most_in_use_bytes)
 
         self._change(trim)
 
     def lower(self, nbytes: int) -> None:
         """Hold `nbytes` less from now on, in use and waiting, than the most in use so far."""
 
-        def lower() -> None:
-            self._most_bytes = max(self._in_use_bytes, self._most_bytes - nbytes)
-            self._unmap(self._in_use_bytes + self._waiting.nbytes - self._most_bytes)
+        def lower(waiting: PagePool) -> None:
+            waiting.lower_most(nbytes)
+            _unmap(waiting, waiting.in_use_bytes + waiting.nbytes - waiting.most_in_use_bytes)
 
         self._change(lower)
 
@@ -120,78 +123,43 @@ class CpuPool:
         if nbytes <= 0:
             return 0
 
-        def shrink() -> int:
-            before = self._waiting.nbytes
-            self._unmap(nbytes)
-            return before - self._waiting.nbytes
+        def shrink(waiting: PagePool) -> int:
+            before = waiting.nbytes
+            _unmap(waiting, nbytes)
+            return before - waiting.nbytes
 
-        return self._change(shrink)
+        return self._change(shrink) or 0
 
     def lend(self, nbytes: int) -> int | None:
         """See `SparePages`: memory that waits for a tensor."""
-        return self._change(lambda: self._waiting.take_piece(nbytes))
+        return self._change(lambda waiting: waiting.take_piece(nbytes))
 
     def hand_in(self, address: int, nbytes: int) -> None:
         """See `SparePages`: from now on it waits for a tensor."""
-        self._change(lambda: self._waiting.give_piece(address, nbytes))
+        self._made_pages.give_piece(address, nbytes)
 
-    def _change(self, action: Callable[[], _R]) -> _R:
-        """What `action` returns, with the lock that PyTorch's requests take, and what was freed.
+    @property
+    def _made_pages(self) -> PagePool:
+        if self._pages is None:
+            self._pages = PagePool()
+            weakref.finalize(self, self._pages.close).atexit = False
+        return self._pages
+
+    def _change(self, action: Callable[[PagePool], _R]) -> _R | None:
+        """What `action` returns, with the lock that PyTorch's requests take; None: nothing is here.
 
         No context manager of our own: an interrupt at the end of its beginning would leave the lock
         taken for as long as somebody keeps the traceback.
         """
-        cpu_allocator.take_back()
+        if self._pages is None:
+            return None
         with cpu_allocator.lock:
-            return self._recovering(action)
+            return action(self._pages)
 
-    def _recovering(self, action: Callable[[], _R]) -> _R:
-        try:
-            return action()
-        except BaseException:
-            self._recover()
-            raise
 
-    def _clear(self) -> None:
-        self._taken.clear()
-        self._most_bytes = self._in_use_bytes = 0
-        self._waiting.clear()
-
-    def _recover(self) -> None:
-        """Count anew after an interrupt: what was in its hands may be lost, all else is right."""
-        self._in_use_bytes = sum(block.nbytes for block in self._taken.values())
-        self._waiting.recover()
-
-    def _take(self, nbytes: int) -> PageBlock:
-        block = self._waiting.take(nbytes)
-        if block is None:
-            cpu_allocator.take_back_now()  # not earlier: alone a block can serve its own size again
-            block = self._waiting.take(nbytes)
-        in_use_bytes = self._in_use_bytes + nbytes - cpu_allocator.num_returned_bytes()
-        self._most_bytes = max(self._most_bytes, in_use_bytes)
-        if block is None:
-            beyond = in_use_bytes + self._waiting.nbytes - self._most_bytes
-            beyond -= self.slack_bytes
-            if self.room_bytes is not None:
-                beyond = max(beyond, nbytes - self.room_bytes)
-            block = self._new_block(nbytes, beyond)
-        return block
-
-    def _new_block(self, nbytes: int, beyond_bytes: int) -> PageBlock:
-        """A block from `beyond_bytes` of what waits; what it does not need of that is unmapped."""
-        self._unmap(beyond_bytes - nbytes)
-        self.num_blocks_made += 1
-        before = self._waiting.nbytes
-        block = self._waiting.make(nbytes, _reused(nbytes, beyond_bytes))
-        fresh_bytes = nbytes - (before - self._waiting.nbytes)
-        if fresh_bytes:
-            self.slack_bytes = max(0, self.slack_bytes - fresh_bytes)
-            if self.room_bytes is not None:
-                self.room_bytes = max(0, self.room_bytes - fresh_bytes)
-        return block
-
-    def _unmap(self, nbytes: int) -> None:
-        self._waiting.shrink(max(0, round_up(nbytes, UNIT_BYTES)))
+def _unmap(waiting: PagePool, nbytes: int) -> None:
+    if nbytes > 0:
+        waiting.shrink(round_up(nbytes, UNIT_BYTES))
 
 
 _shared = CpuPool()

@@ -11,9 +11,9 @@ import torch
 from torch._inductor.codecache import CppCodeCache
 
 
-def load(source: Path) -> ctypes.PyDLL:
-    """The library made of a file; calls keep Python's lock: they are to be short."""
+def load(*sources: Path) -> ctypes.PyDLL:
+    """The library made of files, as one text; calls keep Python's lock: they are to be short."""
     torch_lib = Path(torch.__path__[0]) / "lib" / "libc10.so"
-    ctypes.CDLL(str(torch_lib), mode=ctypes.RTLD_GLOBAL)  # the symbols that the source needs
-    compiled: Any = CppCodeCache.load(source.read_text())
+    ctypes.CDLL(str(torch_lib), mode=ctypes.RTLD_GLOBAL)  # the symbols that the sources need
+    compiled: Any = CppCodeCache.load("\n".join(source.read_text() for source in sources))
     return ctypes.PyDLL(compiled._name)

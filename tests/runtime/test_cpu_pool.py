@@ -16,7 +16,6 @@ import torch
 
 from teraplan.runtime.cpu import allocator
 from teraplan.runtime.cpu import pool as cpu_pool
-from teraplan.runtime.cpu.free_ranges import PageBlock
 from teraplan.runtime.cpu.page_pool import PagePool, _move
 from teraplan.runtime.cpu.page_scraps import PageScraps, Piece
 from teraplan.runtime.cpu.pool import CpuPool
@@ -145,7 +144,7 @@ def test_what_waits_is_lent_and_comes_back_as_it_is(pool: CpuPool) -> None:
 
 def test_what_is_unmapped_is_whole_pages() -> None:
     pool, start = PagePool(), pages.take(MIB)
-    pool.give(PageBlock(start, [Piece(start, MIB, 1)], is_large=False))
+    pool.give_piece(start, MIB)
     pool.shrink(1000)
     assert pool.nbytes == MIB - pages.PAGE_BYTES
     pool.shrink(MIB)
