@@ -29,7 +29,7 @@ from teraplan.passes.module_path import module_path
 from teraplan.passes.recipes import FoundRecipe, find_recipes
 from teraplan.passes.reorder import advance_late, advance_products, delay_views
 from teraplan.passes.symbolic_sizes import SizeNodes, UnknownSymbolError
-from teraplan.passes.workspace import nbytes_of
+from teraplan.passes.workspace import has_size_of_values, nbytes_of
 from teraplan.values.graph_table import MIN_SLOT_BYTES, GraphTable, Slot
 
 
@@ -181,7 +181,8 @@ def _why_not(
         sizes.check((*value.shape, *value.stride()))
     except UnknownSymbolError as error:
         return f"size of unknown symbol {error}"
-    return _SMALL if nbytes_of(saved) < _least_nbytes(value) else None
+    may_be_small = not has_size_of_values(saved)
+    return _SMALL if may_be_small and nbytes_of(saved) < _least_nbytes(value) else None
 
 
 def _least_nbytes(value: torch.Tensor) -> int:

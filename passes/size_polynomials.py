@@ -28,6 +28,8 @@ class SizePolynomials:
         """Number of each size, or expression of some, that polynomials are in."""
         self.all_known = True
         """Each size that was met follows from the forward's inputs; others count as traced."""
+        self.any_of_values = False
+        """One of the others follows from values: nothing is known of it, and it counts as 1."""
         self._factors: dict[sympy.Expr, Polynomial] = {}
 
     @property
@@ -52,6 +54,7 @@ class SizePolynomials:
             else:
                 hint = size.node.hint
                 self.all_known = False
+                self.any_of_values |= hint is None
                 fixed *= int(hint) if hint is not None else 1
         if varying not in self._factors:
             self._factors[varying] = self.polynomial(varying)

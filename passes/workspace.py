@@ -16,7 +16,7 @@ chooses its runs by more than this. It serves the first step; then memory is mea
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -115,6 +115,7 @@ def with_memory(
         backward=stays,
         backward_of_moving=moves,
         sizes_vary=not sizes.all_known,
+        sizes_of_values=sizes.any_of_values,
         sizes=sizes.traced,
         of_sizes=of_sizes if sizes.sizes else None,
     )
@@ -334,6 +335,15 @@ def _last_uses(
 def _peaks(spans: Sequence[_Span]) -> tuple[Polynomial, ...]:
     """Bytes at once."""
     return peaks([(span.start, span.end, span.nbytes) for span in spans])
+
+
+def has_size_of_values(node: fx.Node) -> bool:
+    """True if a size of the node's tensor follows from values, and so is known by nobody before."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    sizes: Iterable[int | torch.SymInt] = value.shape
+    return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -162,6 +162,16 @@ class GraphForecast:
         return self.other_bytes + max(self.saved_bytes, _MOST_CALLS * self._saved_at_once)
 
     @property
+    def has_sizes_of_values(self) -> bool:
+        """True if some sizes follow from values: all that is said here may be far too little."""
+        return any(table.sizes_of_values for table in self._tables.values())
+
+    @property
+    def says_nothing(self) -> bool:
+        """True if, besides, no step has shown how much it saves."""
+        return self.has_sizes_of_values and not self.saved_bytes
+
+    @property
     def _saved_at_once(self) -> int:
         return max((table.saved_bytes for table in self._tables.values()), default=0)
 

@@ -56,7 +56,7 @@ class BudgetShares:
         """The device budget in force."""
         if case is not None and case.schedule is not None:
             return case.schedule.plan.budgets.device_bytes
-        if self._given is None:
+        if self._given is None or (self._given.percent is not None and self.forecast.says_nothing):
             return self._device.capacity_bytes()
         return self._given.resolve(self.forecast.unlimited_peak_bytes + self._keeper.step_bytes)
 
@@ -202,6 +202,8 @@ class BudgetShares:
         assert self._given is not None
         moving, rest, given = self._keeper.limit_bytes, self.rest_bytes, ""
         if self._given.percent is not None and case.memory is None:
+            if self.forecast.has_sizes_of_values:
+                return
             peak = self.forecast.most_peak_bytes + self._keeper.step_bytes
             rest = self._given.resolve(peak) - moving
             given = f"{self._given.percent:g} % of the step's peak, that is at most "

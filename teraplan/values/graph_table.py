@@ -73,6 +73,8 @@ class GraphTable:
     elsewhere."""
     sizes_vary: bool = False
     """In ways that `sizes` do not tell: of these, bytes are of what was met first."""
+    sizes_of_values: bool = False
+    """Some follow from values, such as the number of those that are not zero: they count as 1."""
     sizes: tuple[int, ...] = ()
     """Of those that vary from call to call, what they are in the call that bytes are of; as traced
     in what a graph carries."""

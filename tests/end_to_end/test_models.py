@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -146,6 +146,60 @@ def test_experts_with_data_dependent_routing() -> None:
         last = limited.statuses[-1]
         assert last.phase != "planned"
         assert last.bytes_out["storage"] > 0
+
+
+class _Selected(nn.Module):
+    """Layers over rows of which the values say how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[(x[:, 0] > -0.5).nonzero(as_tuple=True)[0]]
+        for layer in self.layers:
+            rows = rows + torch.tanh(layer(rows))
+        return rows.square().mean()
+
+
+@pytest.fixture
+def sizes_of_values() -> Iterator[None]:
+    """Dynamo compiles what has as many rows as there are values that are not zero, say."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+@pytest.mark.usefixtures("sizes_of_values")
+def test_activations_whose_sizes_follow_from_values(kernels: str) -> None:
+    """PyTorch traces them as of no known size; they leave all the same."""
+
+    def batch(step: int) -> tuple[Tensor]:
+        return (torch.randn(6144, 128, generator=torch.Generator().manual_seed(step)),)
+
+    torch.manual_seed(1)
+    program = _twenty(_Selected, batch)
+    reference = unlimited(program, kernels=kernels)
+    assert reference.final.coverage > 0.9
+    limited = run(program, kernels=kernels, device_budget="85%")
+    assert_same(reference, limited)
+    assert limited.statuses[-1].bytes_out["storage"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["aot_eager", "inductor"])
+@pytest.mark.usefixtures("sizes_of_values")
+def test_experts_in_one_graph(kernels: str) -> None:
+    """Each expert's activations have as many rows as the router says."""
+    config = moe.MoEConfig(width=64, context=64)
+    program = _twenty(lambda: moe.build(config), lambda step: moe.batch(config, 64, step))
+    reference = unlimited(program, kernels=kernels)
+    assert reference.statuses[-1].graphs == 1
+    for budget in ("80%", "60%"):
+        limited = run(program, kernels=kernels, device_budget=budget)
+        assert_same(reference, limited)
+        assert limited.statuses[-1].bytes_out["storage"] > 0
 
 
 @pytest.mark.slow
