@@ -1,7 +1,7 @@
 """How glibc's allocator treats freed memory: kept for its next use, until it is told to let go.
 
 On a CPU device the device tier is this process's memory, so what `free` does decides what a plan
-achieves. Large tensors have a pool of their own (`cpu_pool.py`); the heap has the small ones, and
+achieves. Large tensors have a pool of their own (`pool.py`); the heap has the small ones, and
 what kernels need for themselves. It is never trimmed by itself: with glibc's defaults, which trim
 and fault in every step, a step of a 26 M parameter GPT took 2 % longer. `trim` gives all free pages
 back at once, where memory is short or what is in use is to be measured.

@@ -147,11 +147,10 @@ class Case:
     def tell_why_unplanned(self) -> str:
         """Why no plan can be made of what was measured, once for each pause."""
         self.told_pauses = self.num_pauses + 1
-        num_steps = _FIRST_PAUSE << self.num_pauses
         return (
             f"steps of one kind (number {self.number}: the same graphs at the same sizes) were "
-            f"different every time; the next {num_steps} of them run without a plan, then they are "
-            "measured again"
+            f"different every time; the next {self.pause_steps} of them run without a plan, then "
+            "they are measured again"
         )
 
     def meet(self, table: GraphTable) -> bool:
@@ -161,10 +160,15 @@ class Case:
         self.tables[table.graph] = table
         return True
 
+    @property
+    def pause_steps(self) -> int:
+        """Steps that are not measured once those measured were different."""
+        return _FIRST_PAUSE << self.num_pauses
+
     def count_pause(self) -> None:
         """A step was not measured. Users may have interrupted those that were."""
         self.paused_steps += 1
-        if self.paused_steps >= _FIRST_PAUSE << self.num_pauses:
+        if self.paused_steps >= self.pause_steps:
             self.paused_steps = self.attempts = 0
             self.num_pauses += 1
 

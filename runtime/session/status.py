@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from teraplan.runtime.session.why_unplanned import why_unplanned
 from teraplan.runtime.state.host_updates.host_updates import HostUpdates
 from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.runtime.storage.disk_counters import disk_counters
@@ -81,6 +82,10 @@ def status_of(session: "Session") -> Status:
         status |= {"updates_in_backward": early, "updates_in_step": late}
     if host_updates.wanted:
         status |= _of_host_updates(host_updates)
+    if case is not None:
+        status["unplanned_because"] = why_unplanned(
+            case, num_kinds=len(session.cases), profile_steps=session.config.profile_steps
+        )
     if case is not None and case.runs:
         status |= _waits(case.runs[-1])
     if planned:

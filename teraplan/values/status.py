@@ -27,6 +27,8 @@ class Status:
 
     phase: str
     """"idle", "first step", "measuring", "planned" or "unplanned"."""
+    unplanned_because: str = ""
+    """What a plan for steps like the last one waits for; empty if there is one."""
     steps: int = 0
     graphs: int = 0
     sites: int = 0
@@ -121,6 +123,8 @@ class Status:
             f"  step predicted / actual    {_time(self.predicted_step_ns)}"
             f" / {_time(self.actual_step_ns)}",
         ]
+        if self.unplanned_because:
+            lines.append(f"  no plan yet                {self.unplanned_because}")
         if self.held_back_bytes > 0:
             lines.append(f"  held back of the budget    {_bytes(self.held_back_bytes)}")
         if self.plans > 1:
@@ -142,6 +146,21 @@ class Status:
                 f"  computed again             {self.recomputed} activations, "
                 f"{_bytes(self.recomputed_bytes)} in {_time(self.recomputed_ns)}"
             )
+        lines += self._of_training_state()
+        for s in self.stores:
+            lines.append(f"  store {s.directory}: {s.path} on {s.file_system}")
+            lines.append(
+                f"    written {_bytes(s.written_bytes)}, {_bytes(s.written_per_day_bytes)} per day;"
+                f" read {_bytes(s.read_bytes)}"
+            )
+            lines += [f"    {disk}" for disk in s.disks]
+        if self.endurance_used >= 0:
+            lines.append(f"  endurance used by this run {self.endurance_used:.4%}")
+        lines += [f"  fallback: {text}" for text in self.fallbacks]
+        return "\n".join(lines)
+
+    def _of_training_state(self) -> list[str]:
+        lines: list[str] = []
         if self.moving_state_bytes >= 0:
             lines += [
                 f"  training state / in memory {_bytes(self.moving_state_bytes)}"
@@ -165,17 +184,7 @@ class Status:
                 f", {_time(self.host_wait_ns)} longer than the device's part;"
                 f" {self.host_gradients_sent_early} gradients sent in the backward",
             ]
-        for s in self.stores:
-            lines.append(f"  store {s.directory}: {s.path} on {s.file_system}")
-            lines.append(
-                f"    written {_bytes(s.written_bytes)}, {_bytes(s.written_per_day_bytes)} per day;"
-                f" read {_bytes(s.read_bytes)}"
-            )
-            lines += [f"    {disk}" for disk in s.disks]
-        if self.endurance_used >= 0:
-            lines.append(f"  endurance used by this run {self.endurance_used:.4%}")
-        lines += [f"  fallback: {text}" for text in self.fallbacks]
-        return "\n".join(lines)
+        return lines
 
 
 def _bytes(nbytes: int) -> str:

@@ -173,6 +173,8 @@ def test_many_sizes() -> None:
 
     reference = unlimited(program)
     assert reference.statuses[-1].phase != "planned"
+    assert "none before began with" in reference.statuses[-1].unplanned_because
+    assert "12 kinds" in str(reference.statuses[-1])
     largest = 2 * 8 * 2000 * 64 * 4
     assert_same(reference, run(program, device_budget=largest))
 

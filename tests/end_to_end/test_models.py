@@ -145,6 +145,7 @@ def test_experts_with_data_dependent_routing() -> None:
         assert_same(reference, limited)
         last = limited.statuses[-1]
         assert last.phase != "planned"
+        assert last.unplanned_because
         assert last.bytes_out["storage"] > 0
 
 

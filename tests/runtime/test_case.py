@@ -3,6 +3,7 @@
 from itertools import count
 
 from teraplan.runtime.session.case import Case
+from teraplan.runtime.session.why_unplanned import why_unplanned
 
 
 def _steps_until_anew(case: Case) -> tuple[int, Case]:
@@ -25,3 +26,27 @@ def test_new_graphs_need_no_second_step_and_do_not_count() -> None:
     case = Case(number=0)
     assert case.diverged(for_good=True)
     assert _steps_until_anew(case.anew())[0] == 3
+
+
+def _why(case: Case) -> str:
+    return why_unplanned(case, num_kinds=3, profile_steps=4)
+
+
+def test_why_there_is_no_plan_is_told_in_each_state() -> None:
+    case = Case(number=1, num_begun=1)
+    assert "none before began with the same graph at the same sizes; 3 kinds" in _why(case)
+    case.num_begun = 2
+    assert "memory is measured in the first step" in _why(case)
+    case.attempts = 2
+    assert "were different 2 times" in _why(case)
+    case.attempts = 4
+    assert "after 16 more they are measured again" in _why(case)
+    case.count_pause()
+    assert "after 15 more" in _why(case)
+    for _ in range(15):
+        case.count_pause()
+    assert "memory is measured" in _why(case)
+
+
+def test_why_there_is_no_plan_is_not_told_of_the_first_kind_as_of_others() -> None:
+    assert "memory is measured" in _why(Case(number=0, num_begun=1))
