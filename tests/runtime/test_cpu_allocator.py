@@ -1,8 +1,11 @@
 """PyTorch's large CPU tensors have their memory from a pool, whatever makes and frees them."""
 
 import contextlib
+import ctypes
 import os
+import random
 import threading
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -74,6 +77,43 @@ def test_a_thread_that_python_does_not_know_asks_the_heap(pool: CpuPool) -> None
     assert bool((tensor == 1).all())
     assert not pool.owns(tensor.data_ptr())
     assert pool.in_use_bytes == 0
+
+
+def test_threads_that_take_and_free_while_memory_is_given_back_and_lent(pool: CpuPool) -> None:
+    failures: list[str] = []
+    stop = threading.Event()
+
+    def work(number: int) -> None:
+        chance, kept = random.Random(number), list[torch.Tensor]()
+        while not stop.is_set():
+            value = float(number * 1000 + len(kept))
+            kept.append(torch.full((chance.randrange(1 << 14, 1 << 19),), value))
+            if len(kept) > 6:
+                gone = kept.pop(chance.randrange(len(kept)))
+                if gone.numpy().min() != gone.numpy().max():
+                    failures.append(f"thread {number}: another's bytes")
+                    return
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    chance = random.Random(0)
+    for _ in range(300):
+        pool.shrink(chance.randrange(1 << 20))
+        pool.slack_bytes = chance.randrange(4) << 20
+        address = pool.lend(1 << 19)
+        if address is not None:
+            ctypes.memset(address, 255, 1 << 19)
+            pool.hand_in(address, 1 << 19)
+        pool.settle()
+        time.sleep(0.002)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert pool.in_use_bytes == 0
+    pool.trim()
+    assert pool.held_bytes == 0
 
 
 def test_each_pool_gets_its_own_back(pool: CpuPool) -> None:
