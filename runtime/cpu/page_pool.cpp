@@ -24,6 +24,7 @@
 namespace {
 
 constexpr size_t HUGE_PAGE_NBYTES = 2 << 20;
+constexpr size_t MOST_RETURNED = 64;  // Each tensor looks through them all.
 const size_t PAGE_NBYTES = sysconf(_SC_PAGESIZE);
 
 // Memory of one mapping or one move, so that it may move on by one. Neighbours of the same mapping
@@ -222,6 +223,11 @@ std::mutex& guard = *new std::mutex;
 std::unordered_map<size_t, Loan>& taken = *new std::unordered_map<size_t, Loan>;
 std::vector<Pool*>& pools = *new std::vector<Pool*>;
 
+// Where the process has too many mappings, the addresses alone are kept.
+void unmap(void* address, size_t nbytes) {
+  if (munmap(address, nbytes)) madvise(address, nbytes, MADV_DONTNEED);
+}
+
 }  // namespace
 
 extern "C" {
@@ -260,12 +266,13 @@ bool free_block(size_t address) {
   taken.erase(found);
   const size_t nbytes = loan.block.nbytes();
   if (loan.term != loan.pool->term) {
-    munmap(reinterpret_cast<void*>(address), nbytes);
+    unmap(reinterpret_cast<void*>(address), nbytes);
     return true;
   }
   loan.pool->counts.in_use -= nbytes;
   loan.pool->counts.waiting += nbytes;
   loan.pool->returned.push_back(std::move(loan.block));
+  if (loan.pool->returned.size() > MOST_RETURNED) loan.pool->join();
   return true;
 }
 

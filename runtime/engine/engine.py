@@ -38,15 +38,15 @@ def _at_work(
 ) -> Callable[Concatenate["Engine", _P], _R]:
     """While `op` runs, nothing else changes what is saved.
 
-    The lock's own `with`, since an interrupt can come between taking a lock and entering the block
-    of any context manager that is written in Python.
+    The lock's own `with`: an interrupt can come before the block of one that is written in Python.
     """
 
     @wraps(op)
     def run(engine: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with engine._lock:
             result = op(engine, *args, **kwargs)
-        engine._forget_released()
+        if engine._released:
+            engine._forget_released()
         return result
 
     return run
@@ -263,11 +263,11 @@ class Engine:
     def release(self, key: int) -> None:
         """A token is gone. Called from any thread at any time, also in the middle of an op here.
 
-        The garbage collector may run in a thread of the storage engine that an op is waiting for:
-        this must not wait for the op. What cannot be done now is done when the op ends.
+        As in a thread of the storage that an op waits for: what cannot be done now is done then.
         """
-        self._released.append(key)
-        self._forget_released()
+        if key in self._views:  # else its backward has run
+            self._released.append(key)
+            self._forget_released()
 
     def _forget_released(self) -> None:
         while self._released and if_free(self._lock, self._use_up_released):
@@ -334,8 +334,7 @@ class Engine:
         """True if `saved` has the bytes of `x`, which looks at the storage that it was made for."""
         if saved.expired or not self._is_of_step(saved):
             return False
-        # Between two calls the user may have changed the tensor. Within one nobody can, and views
-        # that kernels make have counters of their own.
+        # Users change tensors between calls only; views that kernels make have own counters.
         return saved.saved_by == call or saved.saved_version == x._version
 
     # -- sites ---------------------------------------------------------------------------------

@@ -91,6 +91,16 @@ def test_what_is_freed_serves_its_own_size_before_it_is_joined() -> None:
     assert ranges.take(9) == 0, "joined, since nothing else was so large"
 
 
+def test_of_what_is_freed_no_more_is_kept_apart_than_can_be_looked_through() -> None:
+    ranges = _Ranges()
+    ranges.add(0, 65)
+    taken = sorted(ranges.take(1) or 0 for _ in range(65))
+    assert taken == list(range(65))
+    for at in reversed(taken):
+        assert library().free_block(_START + at * MIB)
+    assert ranges.take(1) == 64, "the end of all, not what was freed last"
+
+
 def test_what_is_cut_off_leaves_whole_units() -> None:
     ranges = _Ranges()
     ranges.add(0, 9)
