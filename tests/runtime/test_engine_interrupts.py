@@ -6,7 +6,7 @@ Also while somebody keeps the exception, and with it every frame that it came th
 import dis
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine import engine as engine_module
 from teraplan.runtime.engine.engine import Engine
+from teraplan.runtime.engine.saved import View
 from teraplan.runtime.process import locks
 
 if TYPE_CHECKING:
@@ -55,8 +56,12 @@ class _Interrupt:
 
 
 def _forget(engine: Engine) -> None:
+    saved = SimpleNamespace(tokens=3)
+    for key in (1, 2):
+        engine._views[key] = cast("View", SimpleNamespace(saved=saved))
     engine.release(1)
     engine.release(2)
+    assert not engine._views
 
 
 def _work(engine: Engine) -> None:
