@@ -3,14 +3,14 @@
 Also when a plan is good enough: near to the bound of its step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from teraplan.bounds.bound import step_bound_ns
 from teraplan.planners.base import Problem
 from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
 from teraplan.planners.placing.postpone import postpone_copies_out
 from teraplan.planners.search.tier_split import split_between_tiers
-from teraplan.simulation.simulator import Simulator, Timing
+from teraplan.simulation.simulator import Simulator
 from teraplan.values.plan import Migration
 
 Plan = tuple[Migration, ...]
@@ -18,22 +18,35 @@ Plan = tuple[Migration, ...]
 PLENTY = 20_000
 """Idle periods from which on simple policies are tried on the coarse step alone, and from which on
 three attempts are all."""
+_FASTEST = 3
+"""Plans that are compared on the step itself, where they are of a coarse one."""
 NEAR = 500
 """Idle periods from which on half a percent over the bound is near enough to stop."""
 
 
 def finished(
-    problem: Problem, simulator: Simulator, migrations: Plan, timing: Timing | None = None
+    problem: Problem, simulator: Simulator, migrations: Plan, starts: Iterable[Plan] = ()
 ) -> tuple[Plan, ...]:
-    """With what only the best plan is worth, the fastest first, and as it was before each.
+    """With what only the best plan is worth, the fastest first; some as they were before, too.
 
-    `timing` is that of `migrations`, where it is known.
+    Args:
+        problem: the step and the machine.
+        simulator: of both.
+        migrations: the best plan, which is among the results.
+        starts: others, of which splits may make a faster one: what a split takes away are waits,
+            and a plan that sends too much over one link has the most.
     """
     near_ns = near_bound_ns(problem)
-    split = split_between_tiers(problem, simulator, migrations, near_ns)
-    if timing is None or split is not migrations:
-        timing = simulator.run(split)
-    return postpone_copies_out(problem, simulator, split, timing, near_ns), split, migrations
+    taken = {migrations: simulator.run(migrations)}
+    for start in (migrations, *starts):
+        split = split_between_tiers(problem, simulator, start, near_ns)
+        taken.setdefault(split, simulator.run(split))
+    for plan, timing in sorted(taken.items(), key=lambda one: one[1].step_ns)[:_FASTEST]:
+        later = postpone_copies_out(problem, simulator, plan, timing, near_ns)
+        taken.setdefault(later, simulator.run(later))
+    plans = sorted(taken, key=lambda plan: taken[plan].step_ns)
+    whole = [plan for plan in plans if not _splits(plan)]
+    return tuple(dict.fromkeys((*plans[:_FASTEST], *whole[:1], migrations)))
 
 
 def best_of_step_itself(problem: Problem, plans: Iterator[Plan]) -> Plan:
@@ -43,9 +56,16 @@ def best_of_step_itself(problem: Problem, plans: Iterator[Plan]) -> Plan:
     simulator = problem.simulator()
     others = [plan_or_none(planner, problem) for planner in SIMPLE]
     candidates = [*plans, *(other for other in others if other is not None)]
-    best = min(candidates, key=lambda plan: simulator.run(plan).step_ns)
-    timing = simulator.run(best)
-    return postpone_copies_out(problem, simulator, best, timing, near_bound_ns(problem))
+    timings = {plan: simulator.run(plan) for plan in candidates}
+    fastest = sorted(timings, key=lambda plan: timings[plan].step_ns)
+    tried = fastest[:1] + [plan for plan in fastest[1:] if _splits(plan) != _splits(fastest[0])][:1]
+    near_ns = near_bound_ns(problem)
+    later = [postpone_copies_out(problem, simulator, p, timings[p], near_ns) for p in tried]
+    return min(later, key=lambda plan: simulator.run(plan).step_ns)
+
+
+def _splits(plan: Plan) -> bool:
+    return any(m.host_bytes for m in plan)
 
 
 def bound_ns(problem: Problem) -> int:

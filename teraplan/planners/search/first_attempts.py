@@ -6,6 +6,10 @@ from teraplan.planners.placing.victims import ORDERS, Order, farthest_use, large
 from teraplan.planners.search.finishing import NEAR, PLENTY
 
 _SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED, Spread.SLOW_FIRST, Spread.BY_LOAD)
+SECOND_SPREADS = {True: (Spread.SHORT_IDLE_FAST, 200), False: (Spread.BALANCED, 30)}
+"""The one of a second search, and its attempts; True: behind a port that links share."""
+OTHER_SPREADS = (Spread.SHORT_IDLE_FAST, Spread.BALANCED)
+"""From which splits begin, too, beside those of the best plan."""
 _GOOD_ORDERS = (longest_idle, largest, farthest_use)
 _BEST_ORDERS = (longest_idle, farthest_use)
 

@@ -23,11 +23,11 @@ step of up to 10 is searched from nothing moved (`covers`), and the best plan of
 polished (`polish`, `shares`). Tensors are split between tiers in the best plan alone
 (`tier_split`). A step of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is
 compared with simple policies on the step itself. What has more than 20,000 even as a coarse copy is
-planned in three attempts: each takes a second or two there. A draft has none of what is below its
-own budget, and is polished only where there is no plan otherwise.
+planned in three attempts: each takes a second or two there. A draft has none of what is below it.
 """
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -58,12 +58,20 @@ from teraplan.planners.search.finishing import (
     finished,
     near_bound_ns,
 )
-from teraplan.planners.search.first_attempts import all_spreads, first_orders, first_spreads
+from teraplan.planners.search.first_attempts import (
+    OTHER_SPREADS,
+    SECOND_SPREADS,
+    all_spreads,
+    first_orders,
+    first_spreads,
+)
 from teraplan.planners.search.polish import polish
+from teraplan.planners.search.rungs import rungs
 from teraplan.planners.search.shares import divide
 from teraplan.planners.search.small_step import SmallStep, StepTimes
+from teraplan.planners.search.tier_split import splits_can_help
 from teraplan.simulation.lifetimes import Floats
-from teraplan.simulation.memory_curve import Curve, peak
+from teraplan.simulation.memory_curve import Curve
 from teraplan.simulation.simulator import Simulator, Timing
 from teraplan.values.plan import Migration
 from teraplan.values.run_record import Direction
@@ -77,8 +85,6 @@ _PUBLISHED: tuple[Planner, ...] = (
     partial(plan_as_teraio, score=g10_area),
     partial(plan_as_teraio, score=g10_area, eager=True),
 )
-_RUNGS, _RUNGS_BESIDE_HOST = 8, 2
-"""Parts of the way to the unlimited peak, and how many are tried where the host updates, too."""
 _WEIGHTS = (0.3, 1.0)
 """How much the price of a transfer counts beside the order of the attempt that it repairs."""
 _BACKLOG = 4
@@ -89,6 +95,8 @@ _FEW = 60
 """Idle periods up to which plans are changed one migration at a time."""
 _WORK, _LEAST, _MOST, _MOST_OF_FEW = 110_000, 3, 60, 200
 """Idle periods times attempts of one search, and the least and the most attempts."""
+_LONG = 3000
+"""Idle periods up to which splits begin from other plans, too, than the best one."""
 _ENOUGH = 12
 """Attempts that must be left for every way to spread tensors over tiers to be tried."""
 
@@ -139,7 +147,8 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
         simulator = coarse.problem.simulator()
         found = _searched(coarse.problem, simulator)
         if found is not None:
-            plans = finished(coarse.problem, simulator, found.migrations, found.timing)
+            starts = _other_starts(coarse.problem, simulator)
+            plans = finished(coarse.problem, simulator, found.migrations, starts)
             best = best_of_step_itself(problem, map(coarse.expand, dict.fromkeys(plans)))
             return with_reasons(problem, best)
         # whole slots need more of the other tiers than the step does, and these are nearly full
@@ -151,7 +160,7 @@ def _search_all(problem: Problem) -> tuple[Migration, ...]:
     simulator = problem.simulator()
     times = StepTimes(simulator)
     best = _solve(problem, simulator, times)
-    for rung in _rungs(problem):
+    for rung in rungs(problem):
         lower = problem.within(rung)
         if best is not None and bound_ns(lower) >= best.cost[0]:
             break
@@ -171,7 +180,8 @@ def _solve(problem: Problem, simulator: Simulator, times: StepTimes) -> _Solved 
     attempt = _searched(problem, simulator)
     plans: list[_Plan] = []
     if attempt is not None:
-        plans.append(finished(problem, simulator, attempt.migrations, attempt.timing)[0])
+        starts = _other_starts(problem, simulator)
+        plans += finished(problem, simulator, attempt.migrations, starts)
     if len(problem.lifetimes) <= _FEW and not (problem.draft and plans):
         whole = None if attempt is None else attempt.migrations
         found = plan_small_step(problem, times, whole, bound_ns(problem))
@@ -185,34 +195,29 @@ def _solve(problem: Problem, simulator: Simulator, times: StepTimes) -> _Solved 
     return min(map(_Solved, costs, plans), key=lambda s: s.cost, default=None)
 
 
-def _rungs(problem: Problem) -> list[int]:
-    """Budgets below that of the problem whose plans are tried too, largest first.
-
-    Only the next ones where the host does updates: it is one of several numbers of them that are
-    tried, and those farther below have not helped there.
-    """
-    least, most = problem.least.nbytes, peak(problem.device)
-    rungs = [least + (most - least) * i // _RUNGS for i in range(_RUNGS)]
-    below = [rung for rung in reversed(rungs) if rung < problem.limit_bytes]
-    if problem.draft or len(problem.lifetimes) > NEAR:
-        return []
-    return below[:_RUNGS_BESIDE_HOST] if problem.host_work else below
-
-
 def _searched(problem: Problem, simulator: Simulator) -> _Attempt | None:
-    """The best attempt of a search among all spreads, or of one by which one tier is preferred.
+    """The best attempt of a search among all spreads, or of one with a certain one.
 
-    Behind a port that one link fills, what goes over both is no faster, and each copy that the
-    computation waits for gets a part of it: to use the other where the first has no room is better
-    in the end than it looks in the first attempts, by which a search decides.
+    A search decides by its first attempts. Behind a port that one link fills, what goes over both
+    is no faster, and each copy that is waited for gets a part of it: to use the other where the
+    first has no room is better in the end. Else it may be to use both alike.
     """
     found = _Search(problem, simulator, all_spreads(problem)).run()
-    shares_port = problem.hardware.device_port is not None and len(problem.links) > 1
-    is_short = len(problem.lifetimes) <= NEAR
-    if found is None or not (shares_port and is_short) or found.cost[0] <= near_bound_ns(problem):
+    is_short = len(problem.lifetimes) <= NEAR and len(problem.links) > 1
+    if found is None or not is_short or found.cost[0] <= near_bound_ns(problem):
         return found
-    other = _Search(problem, simulator, (Spread.SHORT_IDLE_FAST,)).run()
+    spread, most = SECOND_SPREADS[problem.hardware.device_port is not None]
+    other = _Search(problem, simulator, (spread,), most).run()
     return found if other is None or found.cost <= other.cost else other
+
+
+def _other_starts(problem: Problem, simulator: Simulator) -> Iterator[_Plan]:
+    """Plans of few attempts each, not the best ones, from which splits begin as well."""
+    if _FEW < len(problem.lifetimes) <= _LONG and splits_can_help(problem, simulator):
+        for spread in OTHER_SPREADS:
+            found = _Search(problem, simulator, (spread,), most=_LEAST).run()
+            if found is not None and not problem.is_late:
+                yield found.migrations
 
 
 def _num_attempts(num_periods: int) -> int:
@@ -224,12 +229,18 @@ def _num_attempts(num_periods: int) -> int:
 class _Search:
     """The attempts for one budget."""
 
-    def __init__(self, problem: Problem, simulator: Simulator, spreads: tuple[Spread, ...]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        simulator: Simulator,
+        spreads: tuple[Spread, ...],
+        most: int = _MOST_OF_FEW,
+    ) -> None:
         self._problem = problem
         self._spreads = spreads
         self._simulator = simulator
         self._bound = near_bound_ns(problem)
-        self._left = _num_attempts(len(problem.lifetimes))
+        self._left = min(most, _num_attempts(len(problem.lifetimes)))
         self._is_long = len(problem.lifetimes) > PLENTY
         self._best: _Attempt | None = None
         self._prices = np.zeros((2, problem.lifetimes.num_sites))

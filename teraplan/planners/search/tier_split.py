@@ -63,9 +63,15 @@ def split_between_tiers(
         migrations: a plan that holds.
         enough_ns: a lower bound on the step, at which the search stops.
     """
-    if not problem.may_split() or not migrations:
+    if not migrations or not splits_can_help(problem, simulator):
         return migrations
     return _Splitter(problem, simulator, enough_ns).run(migrations)
+
+
+def splits_can_help(problem: Problem, simulator: Simulator) -> bool:
+    """True if both links together carry more than one of them alone, in any direction."""
+    pairs = _pairs(problem, simulator).values()
+    return problem.may_split() and any(pair.gain >= _LEAST_GAIN for pair in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,19 +137,11 @@ class _Splitter:
         self._simulator = simulator
         self._enough_ns = enough_ns
         self._left = min(_MOST, _WORK // (len(problem.lifetimes) + 1))
-        slots = slots_of(simulator.links)
-        table = speeds(simulator.links, problem.hardware.device_port)
-        self._pairs: dict[tuple[Tier, Direction], _Pair] = {}
-        for (tier, direction), slot in slots.items():
-            other = slots[_other(tier), direction]
-            alone, both = table[1 << slot], table[1 << slot | 1 << other]
-            self._pairs[tier, direction] = _Pair(
-                own_alone=alone[slot], own=both[slot], other=both[other]
-            )
+        self._pairs = _pairs(problem, simulator)
 
     def run(self, migrations: Plan) -> Plan:
         """The best plan found."""
-        if self._left <= 0 or all(pair.gain < _LEAST_GAIN for pair in self._pairs.values()):
+        if self._left <= 0:
             return migrations
         best = migrations, self._simulator.run(migrations, with_transfers=True)
         while not self._done(best[1]):
@@ -196,6 +194,18 @@ class _Splitter:
                 return None
         self._left -= 1
         return migrations, self._simulator.run(migrations, with_transfers=True)
+
+
+def _pairs(problem: Problem, simulator: Simulator) -> dict[tuple[Tier, Direction], _Pair]:
+    slots = slots_of(simulator.links)
+    table = speeds(simulator.links, problem.hardware.device_port)
+    pairs: dict[tuple[Tier, Direction], _Pair] = {}
+    for (tier, direction), slot in slots.items():
+        other = slots.get((_other(tier), direction))
+        if other is not None:
+            alone, both = table[1 << slot], table[1 << slot | 1 << other]
+            pairs[tier, direction] = _Pair(own_alone=alone[slot], own=both[slot], other=both[other])
+    return pairs
 
 
 def _other(tier: Tier) -> Tier:
