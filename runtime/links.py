@@ -15,20 +15,34 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter_ns, sleep
 
-from teraplan.errors import StorageUnusableError
+from teraplan.errors import StorageFullError, StorageUnusableError
 from teraplan.runtime.process.pinned_pool import PinnedPool
 from teraplan.runtime.storage import Record, Storage, Transfer
 from teraplan.runtime.storage.cache_directory import keep, load
 from teraplan.runtime.storage.file_system import disk_facts
 from teraplan.runtime.storage.memory import address_of
-from teraplan.units import MIB, format_bandwidth, format_ns, format_speed_beside
+from teraplan.units import (
+    MIB,
+    format_bandwidth,
+    format_nbytes,
+    format_ns,
+    format_speed_beside,
+)
 from teraplan.values.hardware import Link
 
 _log = logging.getLogger(__name__)
 
 _VERSION = 3
 _MAX_AGE_S = 14 * 24 * 3600.0
-_RECORD_BYTES = 16 * MIB
+_RECORD_BYTES, _LEAST_RECORD_BYTES = 16 * MIB, 256 << 10
+_ASSUMED = Link(
+    out_bytes_per_s=500_000_000,
+    back_bytes_per_s=500_000_000,
+    out_while_back_bytes_per_s=250_000_000,
+    back_while_out_bytes_per_s=250_000_000,
+    latency_ns=100_000,
+)
+"""Of storage that has no room to be measured in: it takes next to nothing anyway."""
 _PHASE_NS = 250_000_000
 _NUM_LATENCIES = 25
 _SMALL_BYTES = 8192
@@ -57,7 +71,11 @@ def storage_link(
         key = f"encrypted {key}"
     link = None if refresh else _remembered(key)
     if link is None:
-        link = measure_storage(directories, checksum=checksum, encrypt=encrypt)
+        try:
+            link = measure_storage(directories, checksum=checksum, encrypt=encrypt)
+        except StorageFullError as error:
+            _log.warning("%s; it is taken for a disk of 500 MB/s", error)
+            return _ASSUMED
         keep(key, asdict(link), version=_VERSION)
     return link
 
@@ -86,17 +104,25 @@ def measure_storage(
     checksum: bool = True,
     encrypt: bool = False,
 ) -> Link:
-    """Speed of `directories` together, with `nbytes` on disk and 64 MiB in memory; takes a second.
+    """Speed of `directories` together, with `nbytes` on disk and 16 MiB in memory; takes a second.
+
+    A model may be in memory already, within a budget.
 
     Raises:
+        StorageFullError: they have no room for that.
         StorageError: a directory cannot be used or fails.
     """
     with Storage.open(directories, checksum=checksum, encrypt=encrypt) as storage:
-        nbytes = min(nbytes, storage.free_bytes // 2)
-        num_records = max(1, nbytes // _RECORD_BYTES // 2)
-        with _Blocks(4) as blocks:
-            probe = _StorageProbe(storage, blocks, num_records)
-            link = probe.link()
+        free_bytes = storage.free_bytes
+        nbytes = min(nbytes, free_bytes // 2)
+        record_bytes = min(_RECORD_BYTES, nbytes // 2 // _LEAST_RECORD_BYTES * _LEAST_RECORD_BYTES)
+        if not record_bytes:
+            raise StorageFullError(
+                f"{', '.join(map(str, directories))}: {format_nbytes(free_bytes)} are free, too "
+                "little to measure how fast storage is"
+            )
+        with _Block(record_bytes) as block:
+            link = _StorageProbe(storage, block, nbytes // record_bytes // 2).link()
     _log.info(
         "storage link: out %s, back %s, both at once %s and %s, latency %s",
         *map(format_bandwidth, (link.out_bytes_per_s, link.back_bytes_per_s)),
@@ -107,34 +133,29 @@ def measure_storage(
     return link
 
 
-class _Blocks:
+class _Block:
     """Page-aligned, touched memory; its content cannot be compressed by a clever disk."""
 
-    def __init__(self, num_blocks: int) -> None:
-        content = os.urandom(_RECORD_BYTES)
-        self._maps = [mmap.mmap(-1, _RECORD_BYTES) for _ in range(num_blocks)]
-        for block in self._maps:
-            block.write(content)
-        self.addresses = [address_of(block) for block in self._maps]
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, nbytes)
+        for _ in range(0, nbytes, _LEAST_RECORD_BYTES):
+            self._map.write(os.urandom(_LEAST_RECORD_BYTES))
+        self.address = address_of(self._map)
 
-    def __enter__(self) -> "_Blocks":
+    def __enter__(self) -> "_Block":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for block in self._maps:
-            block.close()
-
-    def of(self, index: int) -> int:
-        """Address of a block, the same ones again and again."""
-        return self.addresses[index % len(self.addresses)]
+        self._map.close()
 
 
 class _StorageProbe:
     """Writes, reads, and both at once, over and over until each took long enough."""
 
-    def __init__(self, storage: Storage, blocks: _Blocks, num_records: int) -> None:
+    def __init__(self, storage: Storage, block: _Block, num_records: int) -> None:
         self._storage = storage
-        self._blocks = blocks
+        self._block = block
         self._num_records = num_records
 
     def link(self) -> Link:
@@ -164,7 +185,7 @@ class _StorageProbe:
                 transfers = self._start_reads(kept)
                 self._finish(transfers)
             elapsed_ns += max(transfer.end_ns for transfer in transfers) - started_ns
-            nbytes += self._num_records * _RECORD_BYTES
+            nbytes += self._num_records * self._block.nbytes
         return nbytes * 10**9 // elapsed_ns
 
     def _rates_together(self, kept: Sequence[Record]) -> tuple[int, int]:
@@ -183,7 +204,7 @@ class _StorageProbe:
         return max(1, out_bytes * 10**9 // elapsed_ns), max(1, back_bytes * 10**9 // elapsed_ns)
 
     def _latency_ns(self) -> int:
-        address = self._blocks.of(0)
+        address = self._block.address
         record = self._storage.put(address, _SMALL_BYTES, owner=None, label="latency")
         self._finish([record.write])
         times_ns = []
@@ -194,18 +215,16 @@ class _StorageProbe:
         return round(statistics.median(times_ns))
 
     def _start_writes(self) -> list[Record]:
+        block = self._block
         return [
             self._storage.put(
-                self._blocks.of(index), _RECORD_BYTES, owner=None, label=f"speed probe {index}"
+                block.address, block.nbytes, owner=None, label=f"part {index} of a speed probe"
             )
             for index in range(self._num_records)
         ]
 
     def _start_reads(self, kept: Sequence[Record]) -> list[Transfer]:
-        return [
-            self._storage.get(record, self._blocks.of(index), owner=None)
-            for index, record in enumerate(kept)
-        ]
+        return [self._storage.get(record, self._block.address, owner=None) for record in kept]
 
     def _write(self) -> list[Record]:
         records = self._start_writes()
@@ -248,11 +267,10 @@ def _remembered(key: str) -> Link | None:
 
 
 def _measure_memory() -> Link:
-    """Of the host tier of a CPU, with 192 MiB of memory."""
-    num_records = 4
-    room = PinnedPool(2 * num_records * _RECORD_BYTES, pin=None)
-    with Storage.in_memory(room) as storage, _Blocks(4) as blocks:
-        link = _StorageProbe(storage, blocks, num_records).link()
+    """Of the host tier of a CPU, with 48 MiB of memory."""
+    room = PinnedPool(2 * _RECORD_BYTES, pin=None)
+    with Storage.in_memory(room) as storage, _Block(_RECORD_BYTES) as block:
+        link = _StorageProbe(storage, block, num_records=1).link()
     return replace(  # one memory serves both directions
         link,
         out_while_back_bytes_per_s=link.out_bytes_per_s // 2,

@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 _held: "weakref.WeakValueDictionary[tuple[Config, torch.device], HeldSession]"
 _held = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_held.clear)  # sessions are the parent's: a child opens its own
 
 Compiled = Callable[..., Any]
 

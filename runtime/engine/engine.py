@@ -8,8 +8,6 @@ runs in the opposite order and needs it last.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph
@@ -17,7 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from teraplan.errors import UnsupportedError
 from teraplan.runtime.device import Device
+from teraplan.runtime.engine.at_work import at_work
 from teraplan.runtime.engine.mover import Mover
+from teraplan.runtime.engine.planned_sizes import PlannedSizes
 from teraplan.runtime.engine.recompute import Recomputer
 from teraplan.runtime.engine.recorder import SiteKey, StepRecorder
 from teraplan.runtime.engine.saved import Saved, View, is_movable
@@ -28,28 +28,6 @@ from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.values.graph_table import GraphTable
 from teraplan.values.step_trace import SiteKind
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _at_work(
-    op: Callable[Concatenate["Engine", _P], _R],
-) -> Callable[Concatenate["Engine", _P], _R]:
-    """While `op` runs, nothing else changes what is saved.
-
-    The lock's own `with`: an interrupt can come before the block of one that is written in Python.
-    """
-
-    @wraps(op)
-    def run(engine: "Engine", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with engine._lock:
-            result = op(engine, *args, **kwargs)
-        if engine._released:
-            engine._forget_released()
-        return result
-
-    return run
 
 
 class Engine:
@@ -72,8 +50,7 @@ class Engine:
         """Told the call whose backward begins, it may refuse that by an error."""
         self.schedule: Schedule | None = None
         """Of the plan that the step runs under."""
-        self._larger_than_planned = False
-        """Sizes vary: the plan is kept to as far as possible."""
+        self._sizes = PlannedSizes()
         self._views: dict[int, View] = {}
         self._waiting: set[int] = set()
         """Keys of the step's tokens whose backward has not run."""
@@ -82,8 +59,8 @@ class Engine:
         self._call = -1
         self.graph = ("", -1, False)
         """The call that has begun last: graph, number, backward?"""
-        self._released: deque[int] = deque()
-        self._lock = threading.Lock()
+        self.released: deque[int] = deque()
+        self.lock = threading.Lock()
 
     @property
     def idle(self) -> bool:
@@ -141,7 +118,7 @@ class Engine:
         self._resident_limits = resident_limits
         self.recorder = recorder
         self.schedule = schedule
-        self._larger_than_planned = False
+        self._sizes = PlannedSizes()
         if self._state_sites is not None:
             self._state_sites.begin_step(schedule)
         self.limit_bytes = limit_bytes
@@ -154,7 +131,7 @@ class Engine:
         self._rehearsal_limits = rehearsal_limits
         self.recomputer.begin_step(rehearsing=bool(rehearsal_limits))
 
-    @_at_work
+    @at_work
     def enter(self, table: GraphTable) -> int:
         """A forward graph begins; returns the number of its call."""
         self._call += 1
@@ -163,7 +140,7 @@ class Engine:
         self._leave()
         return self._call
 
-    @_at_work
+    @at_work
     def enter_backward(self, key: int) -> None:
         """The backward of a forward graph begins, to which the token with `key` belongs."""
         view = self._view(key)
@@ -173,7 +150,7 @@ class Engine:
         self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
         self._leave()
 
-    @_at_work
+    @at_work
     def save(
         self,
         x: torch.Tensor,
@@ -196,8 +173,10 @@ class Engine:
         number = self._number_of(saved)
         site = self._arrive((SiteKind.SAVE, table.graph, call, False, number))
         if self.schedule is not None and number is not None:
-            self._larger_than_planned |= saved.nbytes > self.schedule.sizes_bytes[number]
-            if number in self.schedule.recomputed:
+            more_bytes = self._sizes.compare(saved, self.schedule, number)
+            if more_bytes is not None:
+                self._leave_plan(self.schedule, site, more_bytes)
+            elif number in self.schedule.recomputed:
                 self.mover.drop(saved)
         self._act(site)
         if site < len(self._rehearsal_limits):
@@ -206,7 +185,7 @@ class Engine:
         self._leave()
         return token
 
-    @_at_work
+    @at_work
     def need(
         self, key: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -223,7 +202,7 @@ class Engine:
         self._leave()
         return result
 
-    @_at_work
+    @at_work
     def done(self, key: int) -> None:
         """The tensor that the token with `key` stands for has had its last use."""
         view = self._view(key)
@@ -236,7 +215,7 @@ class Engine:
         self._act(site)
         self._leave()
 
-    @_at_work
+    @at_work
     def visit(
         self, key: SiteKey, before: Callable[[int], None], after: Callable[[int], None]
     ) -> None:
@@ -266,16 +245,17 @@ class Engine:
         As in a thread of the storage that an op waits for: what cannot be done now is done then.
         """
         if key in self._views:  # else its backward has run
-            self._released.append(key)
-            self._forget_released()
+            self.released.append(key)
+            self.forget_released()
 
-    def _forget_released(self) -> None:
-        while self._released and if_free(self._lock, self._use_up_released):
+    def forget_released(self) -> None:
+        """Use up the tokens that are gone, unless an op is at work, which does it in the end."""
+        while self.released and if_free(self.lock, self._use_up_released):
             pass
 
     def _use_up_released(self) -> None:
-        while self._released:
-            self._use_up(self._released.popleft())
+        while self.released:
+            self._use_up(self.released.popleft())
 
     def _use_up(self, key: int) -> None:
         """A token has been used up, or there will be no backward for it."""
@@ -349,13 +329,17 @@ class Engine:
         self.mover.site = site = recorder.num_sites
         recorder.arrive(key)
         schedule = self.schedule
-        if schedule is not None and not schedule.expects(site, key):  # go on without a plan
-            self.diverged_at = site
-            self.limit_bytes = schedule.rest_bytes
-            self.schedule = None
-            if self._state_sites is not None:
-                self.limit_bytes -= self._state_sites.diverge()
+        if schedule is not None and not schedule.expects(site, key):
+            self._leave_plan(schedule, site)
         return site
+
+    def _leave_plan(self, schedule: Schedule, site: int, more_workspace_bytes: int = 0) -> None:
+        """Go on without it, where kernels take so much more than it says."""
+        self.diverged_at = site
+        self.limit_bytes = max(0, schedule.rest_bytes - more_workspace_bytes)
+        self.schedule = None
+        if self._state_sites is not None:
+            self.limit_bytes -= self._state_sites.diverge()
 
     def _act(self, site: int) -> None:
         """Do what the plan asks for at a site; without a plan, keep under the limit."""
@@ -373,7 +357,7 @@ class Engine:
             mover.finish_leaving(self._of_step[order])
         for order in actions.back:
             mover.start_back(self._of_step[order])
-        mover.make_room(0, schedule.limits_bytes[site], strict=not self._larger_than_planned)
+        mover.make_room(0, schedule.limits_bytes[site], strict=not self._sizes.any_larger)
 
     def _bring(self, saved: Saved) -> None:
         """Wait until `saved` is on the device."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from teraplan.runtime.engine.recorder import SiteKey
 from teraplan.runtime.state.memory.block import Block
 from teraplan.simulation.memory_curve import fixed_curve, managed_curve, peak
+from teraplan.units import MIB
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration, Plan
 from teraplan.values.step_trace import Site, TensorKind
@@ -41,6 +42,8 @@ class Actions:
 
 
 _NOTHING = Actions()
+_BEARABLE_PART = 32
+"""Of the device budget."""
 
 
 class Schedule:
@@ -82,6 +85,9 @@ class Schedule:
         rests = [available - site.workspace_bytes for site in self.sites]
         self.rest_bytes = min(rests, default=available)
         """What activations and training state may take at any site."""
+        self.most_workspace_bytes = available - self.rest_bytes
+        self.bearable_bytes = max(MIB, plan.budgets.device_bytes // _BEARABLE_PART)
+        """By which saved activations may be larger than planned, where sizes follow from values."""
         self.limits_bytes = tuple(r - n for r, n in zip(rests, state.tolist(), strict=True))
         """What activations may take at each site."""
         self.state_limits_bytes = tuple(r - n for r, n in zip(rests, saved.tolist(), strict=True))

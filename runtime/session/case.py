@@ -230,7 +230,8 @@ class Case:
 
     def add(self, recorder: StepRecorder) -> None:
         """Take in a finished step."""
-        signature = recorder.signature()
+        signature, memory = recorder.signature(), self.memory
+        alike = memory is not None and memory.signature == signature
         if recorder.measure_memory:
             self.memory = MemoryProfile(
                 signature=signature,
@@ -238,8 +239,12 @@ class Case:
                 overhead_bytes=recorder.process_overhead_bytes,
                 workspaces_bytes=recorder.workspaces_bytes(),
                 tables=dict(self.tables),
+                saved_bytes=recorder.saved_bytes,
             )
-        elif self.memory is not None and self.memory.signature == signature:
+        elif memory is not None and alike and memory.is_outgrown(recorder.saved_bytes):
+            self.attempts += 1
+            self._forget_measurements()
+        elif alike:
             self.durations_ns.append(recorder.durations_ns())
         else:
             self.attempts += 1
@@ -247,7 +252,8 @@ class Case:
                 self.attempts = _MAX_ATTEMPTS
             self.others.add(hash(signature))
             self._forget_measurements()
-        self.last = recorder
+        if self.last is None or not alike or recorder.saved_bytes >= self.last.saved_bytes:
+            self.last = recorder
         if not recorder.has_forwards_alone:
             self.num_odd = 0
 

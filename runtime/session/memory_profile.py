@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from teraplan.runtime.engine.recorder import Signature
+from teraplan.units import MIB
 from teraplan.values.graph_table import GraphTable
+
+_BEARABLE_PART = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +21,12 @@ class MemoryProfile:
     workspaces_bytes: tuple[int, ...]
     tables: Mapping[str, GraphTable]
     """Of the graphs of such steps, by their names, at the largest sizes until then."""
+    saved_bytes: int
+    """In that step. Where sizes follow from values, others save more."""
+
+    def is_outgrown(self, saved_bytes: int) -> bool:
+        """True if a step saves so much more that its kernels take more, too."""
+        return saved_bytes > self.saved_bytes + max(MIB, self.saved_bytes // _BEARABLE_PART)
 
 
 def has_as_large(tables: Mapping[str, GraphTable], table: GraphTable) -> bool:

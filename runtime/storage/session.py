@@ -316,7 +316,8 @@ class Storage:
         if os.getpid() != self._owner_pid:
             raise StorageError(
                 f"{label}: the storage belongs to process {self._owner_pid} and cannot be used "
-                f"in its forked child {os.getpid()}"
+                f"in its forked child {os.getpid()}: compile there anew what is trained there, "
+                "after torch._dynamo.reset(), or spawn processes instead"
             )
 
     def _forget_in_child(self) -> None:

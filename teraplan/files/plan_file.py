@@ -119,9 +119,10 @@ def require_same_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
     for field in fields(Fingerprint):
         wanted, found = getattr(planned, field.name), getattr(fingerprint, field.name)
         if wanted != found and wanted is not None:
+            sizes = " (or sizes follow from values, which differ)" * (field.name == "shapes")
             raise PlanMismatchError(
-                f"the plan is for another program: {field.name} is {_short(wanted)} in the plan "
-                f"and {_short(found)} here; plan again (teraplan measures and plans by itself "
+                f"the plan is for another program{sizes}: {field.name} is {_short(wanted)} in the "
+                f"plan and {_short(found)} here; plan again (teraplan measures and plans by itself "
                 "when no plan file is given)"
             )
 

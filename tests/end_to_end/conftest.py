@@ -12,7 +12,7 @@ import torch
 
 from teraplan import backend
 from teraplan.config import Config
-from teraplan.planners.search import small_step, stall_driven
+from teraplan.planners.search import rungs, small_step, stall_driven
 from teraplan.runtime.process import census
 from teraplan.runtime.session import plan_maker
 from teraplan.runtime.state.host_updates import host_choice
@@ -58,7 +58,7 @@ def alone() -> Iterator[None]:
         # Any plan will do, and the best takes time.
         patch.setattr(small_step, "_SIMULATIONS", 5)
         patch.setattr(stall_driven, "_WORK", 0)
-        patch.setattr(stall_driven, "_RUNGS", 1)
+        patch.setattr(rungs, "_RUNGS", 1)
         yield
     forget_everything()
 

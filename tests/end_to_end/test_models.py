@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -186,6 +186,28 @@ def test_activations_whose_sizes_follow_from_values(kernels: str) -> None:
     limited = run(program, kernels=kernels, device_budget="85%")
     assert_same(reference, limited)
     assert limited.statuses[-1].bytes_out["storage"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [(6.0, 0.0), (6.0, 6.0, 0.0)])
+@pytest.mark.usefixtures("sizes_of_values")
+def test_steps_with_far_more_rows_than_planned_keep_to_the_budget(turns: Sequence[float]) -> None:
+    """Nothing tells when a step begins: the plan is left where tensors are so much larger."""
+
+    def batch(step: int) -> tuple[Tensor]:
+        x = torch.randn(16384, 128, generator=torch.Generator().manual_seed(step))
+        x[512:, 0] -= turns[step % len(turns)]
+        return (x,)
+
+    torch.manual_seed(1)
+    program = _twenty(_Selected, batch)
+    reference = unlimited(program)
+    budget = 60 << 20  # with nothing moved it is 92
+    limited = run(program, device_budget=budget)
+    assert_same(reference, limited)
+    peaks = [s.actual_peak_bytes for s in limited.statuses if s.phase == "planned"]
+    assert 0 < max(peaks) < 1.1 * budget
+    assert sum(status.bytes_out.get("storage", 0) > 20 << 20 for status in limited.statuses) >= 5
 
 
 @pytest.mark.slow

@@ -1,9 +1,16 @@
 """When a kind of step whose plans do not hold is measured anew."""
 
 from itertools import count
+from types import SimpleNamespace
+from typing import cast
 
+from teraplan.runtime.engine.planned_sizes import PlannedSizes
+from teraplan.runtime.engine.saved import Saved
+from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.session.case import Case
+from teraplan.runtime.session.memory_profile import MemoryProfile
 from teraplan.runtime.session.why_unplanned import why_unplanned
+from teraplan.units import MIB
 
 
 def _steps_until_anew(case: Case) -> tuple[int, Case]:
@@ -50,3 +57,34 @@ def test_why_there_is_no_plan_is_told_in_each_state() -> None:
 
 def test_why_there_is_no_plan_is_not_told_of_the_first_kind_as_of_others() -> None:
     assert "memory is measured" in _why(Case(number=0, num_begun=1))
+
+
+def _saved(nbytes: int, tokens: int = 1) -> Saved:
+    return cast("Saved", SimpleNamespace(nbytes=nbytes, tokens=tokens))
+
+
+def test_a_plan_is_left_where_all_tensors_together_are_far_larger() -> None:
+    planned = SimpleNamespace(
+        sizes_bytes=(4 * MIB, 4 * MIB, MIB, 0), bearable_bytes=MIB, most_workspace_bytes=6 * MIB
+    )
+    schedule, sizes = cast("Schedule", planned), PlannedSizes()
+    assert sizes.compare(_saved(5 * MIB), schedule, 0) is None, "a little more"
+    assert sizes.any_larger
+    assert sizes.compare(_saved(5 * MIB, tokens=2), schedule, 0) is None, "the same once more"
+    assert sizes.compare(_saved(2 * MIB), schedule, 1) is None, "less"
+    assert sizes.compare(_saved(2 * MIB), schedule, 2) is None, "in all they are as large"
+    assert sizes.compare(_saved(9 * MIB), schedule, 0) == int(1.25 * 6 * MIB)
+    assert (sizes.compare(_saved(MIB), schedule, 3) or 0) > 1 << 40, "nothing was planned for"
+
+
+def test_memory_is_measured_again_where_a_step_saves_far_more() -> None:
+    memory = MemoryProfile(
+        signature=(),
+        state_bytes=0,
+        overhead_bytes=0,
+        workspaces_bytes=(),
+        tables={},
+        saved_bytes=64 * MIB,
+    )
+    assert not memory.is_outgrown(66 * MIB)
+    assert memory.is_outgrown(66 * MIB + 1)

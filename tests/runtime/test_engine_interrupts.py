@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from teraplan.runtime.device import Device
+from teraplan.runtime.engine import at_work as at_work_module
 from teraplan.runtime.engine import engine as engine_module
+from teraplan.runtime.engine.at_work import at_work
 from teraplan.runtime.engine.engine import Engine
 from teraplan.runtime.engine.saved import View
 from teraplan.runtime.process import locks
@@ -20,7 +22,12 @@ from teraplan.runtime.process import locks
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
-FILES = (str(engine_module.__file__), str(locks.__file__), "contextlib.py")
+FILES = (
+    str(engine_module.__file__),
+    str(at_work_module.__file__),
+    str(locks.__file__),
+    "contextlib.py",
+)
 CHECKED_AFTER = {"RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 """Instructions after which the interpreter looks for signals."""
 
@@ -65,8 +72,8 @@ def _forget(engine: Engine) -> None:
 
 
 def _work(engine: Engine) -> None:
-    engine._released.append(3)
-    engine_module._at_work(lambda _: None)(engine)
+    engine.released.append(3)
+    at_work(lambda _: None)(engine)
 
 
 @pytest.mark.parametrize("use", [_forget, _work])
@@ -79,7 +86,7 @@ def test_the_lock_is_free_after_an_interrupt_anywhere(use: Callable[[Engine], No
                 use(engine)
         except KeyboardInterrupt as error:
             kept.append(error)
-        assert not engine._lock.locked(), f"after interrupt {at}"
+        assert not engine.lock.locked(), f"after interrupt {at}"
         if not interrupt.came:
             break
     assert len(kept) > 5

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from teraplan.runtime import links, machine_facts
-from teraplan.runtime.storage import cache_directory, kvikio_probe
+from teraplan.runtime.process import process_memory
+from teraplan.runtime.storage import Record, Storage, cache_directory, kvikio_probe
 from teraplan.units import MIB
 from teraplan.values.hardware import Link
 
@@ -45,6 +47,48 @@ def test_a_measured_link_makes_sense(disk: Path) -> None:
     assert 0 < link.back_while_out_bytes_per_s <= link.back_bytes_per_s
     assert 1_000 < link.latency_ns < 10**9
     assert not list(disk.glob("teraplan-*"))
+
+
+@pytest.mark.parametrize("free_bytes", [11 * MIB, MIB])
+def test_storage_with_little_room_is_measured_with_little(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int
+) -> None:
+    most: list[int] = []
+    put = Storage.put
+
+    def counted(storage: Storage, *args: Any, **kwargs: Any) -> Record:  # noqa: ANN401
+        record = put(storage, *args, **kwargs)
+        most.append(storage.bytes_in_use)
+        return record
+
+    monkeypatch.setattr(Storage, "free_bytes", free_bytes)
+    monkeypatch.setattr(Storage, "put", counted)
+    assert 10**6 < links.storage_link([disk]).back_bytes_per_s < 10**12
+    assert 0 < max(most) <= free_bytes
+
+
+def test_storage_without_room_is_told_of_and_not_remembered(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Storage, "free_bytes", MIB // 2)
+    for _ in range(2):
+        caplog.clear()
+        assert links.storage_link([disk]).out_bytes_per_s == 500_000_000
+        assert "512.00 KiB are free, too little to measure how fast storage is" in caplog.text
+
+
+def test_measuring_takes_little_memory(disk: Path) -> None:
+    """A model may be in memory, within its budget."""
+    links.measure_storage([disk], nbytes=MIB)  # the first time loads code
+
+    def measure_disk() -> None:
+        links.measure_storage([disk], nbytes=64 * MIB)
+
+    for measure in (measure_disk, links._measure_memory):
+        process_memory.reset_peak()
+        before = process_memory.resident_bytes()
+        measure()
+        assert process_memory.peak_bytes() - before < 56 * MIB
 
 
 def test_a_link_is_measured_once_and_on_request(
