@@ -40,10 +40,12 @@ def finished(
     taken = {migrations: simulator.run(migrations)}
     for start in (migrations, *starts):
         split = split_between_tiers(problem, simulator, start, near_ns)
-        taken.setdefault(split, simulator.run(split))
+        if split is not start or start is not migrations:
+            taken[split] = simulator.run(split)
     for plan, timing in sorted(taken.items(), key=lambda one: one[1].step_ns)[:_FASTEST]:
         later = postpone_copies_out(problem, simulator, plan, timing, near_ns)
-        taken.setdefault(later, simulator.run(later))
+        if later is not plan:
+            taken[later] = simulator.run(later)
     plans = sorted(taken, key=lambda plan: taken[plan].step_ns)
     whole = [plan for plan in plans if not _splits(plan)]
     return tuple(dict.fromkeys((*plans[:_FASTEST], *whole[:1], migrations)))
