@@ -242,7 +242,8 @@ class Engine:
     def release(self, key: int) -> None:
         """A token is gone. Called from any thread at any time, also in the middle of an op here.
 
-        As in a thread of the storage that an op waits for: what cannot be done now is done then.
+        The garbage collector may run in a thread of the storage engine that an op is waiting for:
+        this must not wait for the op. What cannot be done now is done when the op ends.
         """
         if key in self._views:  # else its backward has run
             self.released.append(key)
@@ -314,7 +315,8 @@ class Engine:
         """True if `saved` has the bytes of `x`, which looks at the storage that it was made for."""
         if saved.expired or not self._is_of_step(saved):
             return False
-        # Users change tensors between calls only; views that kernels make have own counters.
+        # Between two calls the user may have changed the tensor. Within one nobody can, and views
+        # that kernels make have counters of their own.
         return saved.saved_by == call or saved.saved_version == x._version
 
     # -- sites ---------------------------------------------------------------------------------

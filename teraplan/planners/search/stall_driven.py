@@ -20,10 +20,11 @@ the budget, if the bound does not rule them out. So a budget at or above such an
 slower than the eighth itself; beside updates on the host, for several numbers of which plans are
 made, two of them are tried. In such steps the plans of all published policies are attempts too, a
 step of up to 10 is searched from nothing moved (`covers`), and the best plan of one of up to 60 is
-polished (`polish`, `shares`). Tensors are split between tiers in the best plan alone
+polished (`polish`, `shares`). Tensors are split between tiers in the best plan and two others
 (`tier_split`). A step of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is
 compared with simple policies on the step itself. What has more than 20,000 even as a coarse copy is
-planned in three attempts: each takes a second or two there. A draft has none of what is below it.
+planned in three attempts: each takes a second or two there. A draft has none of what is below its
+own budget, and is polished only where there is no plan otherwise.
 """
 
 import hashlib
@@ -149,8 +150,7 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
         if found is not None:
             starts = _other_starts(coarse.problem, simulator)
             plans = finished(coarse.problem, simulator, found.migrations, starts)
-            best = best_of_step_itself(problem, map(coarse.expand, dict.fromkeys(plans)))
-            return with_reasons(problem, best)
+            return with_reasons(problem, best_of_step_itself(problem, map(coarse.expand, plans)))
         # whole slots need more of the other tiers than the step does, and these are nearly full
     return with_reasons(problem, _search_all(problem))
 

@@ -70,8 +70,9 @@ def split_between_tiers(
 
 def splits_can_help(problem: Problem, simulator: Simulator) -> bool:
     """True if both links together carry more than one of them alone, in any direction."""
-    pairs = _pairs(problem, simulator).values()
-    return problem.may_split() and any(pair.gain >= _LEAST_GAIN for pair in pairs)
+    return problem.may_split() and any(
+        pair.gain >= _LEAST_GAIN for pair in _pairs(problem, simulator).values()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,14 +198,14 @@ class _Splitter:
 
 
 def _pairs(problem: Problem, simulator: Simulator) -> dict[tuple[Tier, Direction], _Pair]:
+    """Of a machine with both links."""
     slots = slots_of(simulator.links)
     table = speeds(simulator.links, problem.hardware.device_port)
     pairs: dict[tuple[Tier, Direction], _Pair] = {}
     for (tier, direction), slot in slots.items():
-        other = slots.get((_other(tier), direction))
-        if other is not None:
-            alone, both = table[1 << slot], table[1 << slot | 1 << other]
-            pairs[tier, direction] = _Pair(own_alone=alone[slot], own=both[slot], other=both[other])
+        other = slots[_other(tier), direction]
+        alone, both = table[1 << slot], table[1 << slot | 1 << other]
+        pairs[tier, direction] = _Pair(own_alone=alone[slot], own=both[slot], other=both[other])
     return pairs
 
 
