@@ -27,6 +27,7 @@ from teraplan import ops
 from teraplan.passes.aliases import base_of, is_view
 from teraplan.passes.fused_runs import FusedRuns
 from teraplan.passes.inlining import inlined_nodes, is_pointwise
+from teraplan.passes.read_again import read_again
 from teraplan.passes.size_polynomials import SizePolynomials, peaks, total
 from teraplan.passes.symbolic_sizes import SizeNodes
 from teraplan.values.graph_sizes import (
@@ -51,6 +52,10 @@ class _Span:
     can_leave: bool = False
     can_overwrite: bool = False
     """A kernel may write it where something is of the same size that it reads last."""
+    is_within_run: bool = False
+    """It begins and ends in one run of fused nodes, whose last kernels may write it, too."""
+    is_apart: bool = False
+    """Nothing is written over it, nor it over anything."""
 
 
 def nbytes_of(node: fx.Node) -> int:
@@ -230,6 +235,8 @@ def _intermediates(
 ) -> Iterator[_Span]:
     """What the nodes of a graph leave in memory, from where it is made to its last use."""
     last_use = _last_uses(graph, position, inlined)
+    within = read_again(graph, runs, inlined) if runs is not None else frozenset[fx.Node]()
+    pieces = _made_of_pieces(graph, position)
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or is_view(node) or node in inlined:
             continue
@@ -244,21 +251,53 @@ def _intermediates(
             made = node.all_input_nodes[0]
         start, last = position[made], last_use[node]
         is_fused = runs is not None and made is node and runs.is_fused(node)
-        if not (is_fused and last == start):
-            pointwise = is_fused and is_pointwise(node)
-            yield _Span(start, max(start, last), nbytes, can_overwrite=pointwise)
+        ends_in_run = is_fused and last == start
+        if not ends_in_run or node in within:
+            yield _Span(
+                start,
+                max(start, last),
+                nbytes,
+                can_overwrite=is_fused and is_pointwise(node),
+                is_within_run=ends_in_run,
+                is_apart=node in pieces,
+            )
+
+
+def _made_of_pieces(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Set[fx.Node]:
+    """What a scatter adds to, and what the run behind computes from it.
+
+    Inductor has these as the scatter's indices are, where all else may be channels-last.
+    """
+    runs: dict[fx.Node, int | None] = {}  # None: behind the scatter alone, any run may follow
+    for node in graph.nodes:
+        if getattr(node.target, "overloadpacket", None) in _SCATTERS:
+            runs[node] = None
+            continue
+        for source in node.all_input_nodes:
+            run = runs.get(source, -1)
+            if run is None or run == position[node]:
+                runs[node] = run if is_view(node) else position[node]
+    return runs.keys()
 
 
 def _written_in_place(spans: Sequence[_Span]) -> list[_Span]:
     """The same, where what a kernel reads last ends for what it writes there."""
-    ending: dict[tuple[int, Polynomial], list[int]] = {}
+    comes_in: dict[tuple[int, Polynomial], list[int]] = {}
+    within: dict[tuple[int, Polynomial], list[int]] = {}
     for number, span in enumerate(spans):
-        if span.start < span.end:
-            ending.setdefault((span.end, span.nbytes), []).append(number)
+        if span.is_apart:
+            continue
+        if span.is_within_run:
+            within.setdefault((span.end, span.nbytes), []).append(number)
+        elif span.start < span.end:
+            comes_in.setdefault((span.end, span.nbytes), []).append(number)
     found = list(spans)
     for span in spans:
-        read = ending.get((span.start, span.nbytes))
-        if span.can_overwrite and read:
+        if not span.can_overwrite or span.is_apart:
+            continue
+        place = span.start, span.nbytes
+        read = comes_in.get(place) or (not span.is_within_run and within.get(place))
+        if read:
             number = read.pop()
             found[number] = dataclasses.replace(found[number], end=span.start - 1)
     return found
@@ -274,7 +313,9 @@ def _copied_nbytes(node: fx.Node, sizes: SizePolynomials) -> Polynomial:
     return total(sizes.nbytes_of(argument) for argument in node.all_input_nodes)
 
 
-_CONVOLUTIONS = frozenset((torch.ops.aten.convolution, torch.ops.aten.convolution_backward))
+_aten = torch.ops.aten
+_CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
+_SCATTERS = frozenset((_aten.scatter_add, _aten.scatter, _aten.scatter_reduce, _aten.index_put))
 
 
 def _tangents(

@@ -150,6 +150,51 @@ def test_a_kernel_writes_where_it_reads_for_the_last_time() -> None:
     assert memory_of(graph, fused=True, saved={}).least_bytes == KIB + 4
 
 
+@pytest.mark.parametrize(
+    ("along", "kept"), [(0, 1), ((0, 1), 1), (None, 1), (1, 0), (-1, 0), ((), 1)]
+)
+def test_what_a_kernel_reads_again_behind_a_reduction_is_in_memory(
+    along: int | tuple[int, ...] | None, kept: int
+) -> None:
+    """Along the last dimension each row is read again at once, while the kernel has it."""
+
+    def slow(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        product = x @ w
+        y, z = product.tanh(), product.sigmoid()  # one of them over the product
+        of_both = y * z
+        return y - (of_both.sum() if along is None else of_both.sum(along, keepdim=True)) * z
+
+    graph = _traced(slow, (16, 16), (16, 16))
+    least = memory_of(graph, fused=True, saved={}).least_bytes
+    assert least == (1 + kept) * KIB, "with the result over the other"
+
+    def anew(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w) * 2
+        return y - y.sum(0)
+
+    graph = _traced(anew, (16, 16), (16, 16))
+    assert memory_of(graph, fused=True, saved={}).least_bytes == KIB, "the product, written over"
+
+
+def test_a_first_dimension_of_one_is_none() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        product = (x @ w).unsqueeze(0)
+        y, z = product.tanh(), product.sigmoid()
+        return y - (y * z).sum((0, 2), keepdim=True) * z
+
+    graph = _traced(function, (16, 16), (16, 16))
+    assert memory_of(graph, fused=True, saved={}).least_bytes == KIB, "along the rest, row by row"
+
+
+def test_nothing_is_written_over_what_a_scatter_adds_to() -> None:
+    def function(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        into = torch.ops.aten.scatter_add(x, 0, index.long(), x)
+        return into.sin().exp()  # type: ignore[no-any-return]
+
+    graph = _traced(function, (16, 16), (1, 16))
+    assert memory_of(graph, fused=True, saved={}).least_bytes == 2 * KIB
+
+
 def _chained(*, settles: bool = False) -> fx.Graph:
     """A backward: a slot comes back, a gradient is made of it, something larger follows."""
     graph = fx.Graph()
