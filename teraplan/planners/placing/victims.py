@@ -36,6 +36,16 @@ def largest(periods: Lifetimes, pressure: Curve) -> Floats:
     return periods.nbytes.astype(np.float64)
 
 
+def closest_fit(periods: Lifetimes, pressure: Curve) -> Floats:
+    """The fewest bytes of those that leave nothing missing, else the most: nothing is wasted."""
+    twice = np.tile(pressure, 2)
+    ends = zip(periods.start.tolist(), periods.end.tolist(), strict=True)
+    needed = [twice[start:end].max(initial=0) for start, end in ends]
+    left: Floats = (periods.nbytes - np.array(needed, dtype=np.int64)).astype(np.float64)
+    enough: Floats = np.where(left >= 0, -left, left - left.max(initial=0.0))
+    return enough
+
+
 def first_saved(periods: Lifetimes, pressure: Curve) -> Floats:
     """Idle first, so that the copy out can start first."""
     return -periods.start.astype(np.float64)
@@ -71,7 +81,14 @@ class Priced:
         return ranks / max(len(periods), 1) - self._weight * price
 
 
-ORDERS: tuple[Order, ...] = (farthest_use, longest_idle, longest_pressed, first_saved, largest)
+ORDERS: tuple[Order, ...] = (
+    farthest_use,
+    longest_idle,
+    longest_pressed,
+    first_saved,
+    largest,
+    closest_fit,
+)
 
 
 def choose(

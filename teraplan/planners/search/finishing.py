@@ -4,10 +4,12 @@ Also when a plan is good enough: near to the bound of its step.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 from teraplan.bounds.bound import step_bound_ns
-from teraplan.planners.base import Problem
+from teraplan.planners.base import Planner, Problem
 from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
+from teraplan.planners.baselines.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.placing.postpone import postpone_copies_out
 from teraplan.planners.search.tier_split import split_between_tiers
 from teraplan.simulation.simulator import Simulator
@@ -22,6 +24,18 @@ _FASTEST = 3
 """Plans that are compared on the step itself, where they are of a coarse one."""
 NEAR = 500
 """Idle periods from which on half a percent over the bound is near enough to stop."""
+
+_G10: tuple[Planner, ...] = (
+    partial(plan_as_teraio, score=g10_area),
+    partial(plan_as_teraio, score=g10_area, eager=True),
+)
+PUBLISHED: tuple[Planner, ...] = (
+    partial(plan_as_teraio, score=paper_ratio),
+    partial(plan_as_teraio, score=prose),
+    *_G10,
+)
+_MOST_OF_PUBLISHED, _MOST_OF_G10 = 1_500, 3_000
+"""Idle periods up to which they take half a second together: some need their square."""
 
 
 def finished(
@@ -52,11 +66,11 @@ def finished(
 
 
 def best_of_step_itself(problem: Problem, plans: Iterator[Plan]) -> Plan:
-    """The first plan of a coarse step; another, or a simple policy's, if that is faster here."""
+    """The first plan of a long step; another, or one of another policy, if that is faster here."""
     if len(problem.lifetimes) > PLENTY or problem.deadline is not None:
         return next(plans)
     simulator = problem.simulator()
-    others = [plan_or_none(planner, problem) for planner in SIMPLE]
+    others = [plan_or_none(planner, problem) for planner in _others(len(problem.lifetimes))]
     candidates = [*plans, *(other for other in others if other is not None)]
     timings = {plan: simulator.run(plan) for plan in candidates}
     fastest = sorted(timings, key=lambda plan: timings[plan].step_ns)
@@ -64,6 +78,15 @@ def best_of_step_itself(problem: Problem, plans: Iterator[Plan]) -> Plan:
     near_ns = near_bound_ns(problem)
     later = [postpone_copies_out(problem, simulator, p, timings[p], near_ns) for p in tried]
     return min(later, key=lambda plan: simulator.run(plan).step_ns)
+
+
+def _others(num_periods: int) -> Iterator[Planner]:
+    """Policies to compare with that are quick enough."""
+    yield from SIMPLE
+    if num_periods <= _MOST_OF_PUBLISHED:
+        yield from PUBLISHED
+    elif num_periods <= _MOST_OF_G10:
+        yield from _G10
 
 
 def _splits(plan: Plan) -> bool:

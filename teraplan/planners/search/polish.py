@@ -13,7 +13,11 @@ from dataclasses import replace
 from itertools import combinations, permutations, product
 from typing import final
 
+import numpy as np
+
+from teraplan.planners.placing.victims import ORDERS, choose
 from teraplan.planners.search.small_step import Plan, SmallStep
+from teraplan.simulation.memory_curve import Curve
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration
 
@@ -58,28 +62,25 @@ class _Polish:
             for changed in self._changes(m):
                 yield (*plan[:i], changed, *plan[i + 1 :])
         yield from self._others(plan)
+        yield from self._refilled(plan)
         yield from _relieved(plan)
         for i, j in combinations(range(len(plan)), 2):
             for one, two in product(tuple(self._changes(plan[i])), tuple(self._changes(plan[j]))):
                 yield (*plan[:i], one, *plan[i + 1 : j], two, *plan[j + 1 :])
 
     def _changes(self, m: Migration) -> Iterator[Migration]:
-        for gone in range(m.leave, m.back):
-            if gone != m.gone:
-                yield replace(m, gone=gone)
-        for back in range(m.gone + 1, m.needed + 1):
-            if back != m.back:
-                yield replace(m, back=back)
-        for gone, back in _ways(m.leave, m.needed):
-            if gone != m.gone and back != m.back:
-                yield replace(m, gone=gone, back=back)
+        yield from _at_other_sites(m)
         if m.tensor_id not in self._problem.only_tier:
-            for tier in self._problem.tier_bytes:
-                if tier is not m.tier or m.host_bytes:
-                    yield replace(m, tier=tier, host_bytes=0)
-            for host_bytes in self._shares(m.tensor_id):
-                if host_bytes != m.host_bytes:
-                    yield replace(m, tier=Tier.STORAGE, host_bytes=host_bytes)
+            yield from self._elsewhere(m)
+
+    def _elsewhere(self, m: Migration) -> Iterator[Migration]:
+        """The same in another tier, or with another part of it in host memory."""
+        for tier in self._problem.tier_bytes:
+            if tier is not m.tier or m.host_bytes:
+                yield replace(m, tier=tier, host_bytes=0)
+        for host_bytes in self._shares(m.tensor_id):
+            if host_bytes != m.host_bytes:
+                yield replace(m, tier=Tier.STORAGE, host_bytes=host_bytes)
 
     def _shares(self, tensor_id: int) -> list[int]:
         """Bytes in host memory with which both parts take as long on their way out, or back."""
@@ -96,26 +97,12 @@ class _Polish:
 
     def _others(self, plan: Plan) -> Iterator[Plan]:
         """Plans with one period less, one more, or one for another."""
-        periods = self._problem.lifetimes
         added: list[Migration] = []
-        for row in range(len(periods)):
-            tensor_id, start, end = (
-                int(column[row]) for column in (periods.tensor_ids, periods.start, periods.end)
-            )
-            if any(m.tensor_id == tensor_id and start <= m.leave and m.needed <= end for m in plan):
-                continue  # it is moved there, and may leave later than at the start
-            for tier in self._problem.tiers_of(tensor_id):
-                added += [
-                    Migration(
-                        tensor_id=tensor_id,
-                        leave=start,
-                        gone=gone,
-                        back=back,
-                        needed=end,
-                        tier=tier,
-                    )
-                    for gone, back in _ways(start, end)
-                ]
+        for row in self._unused(plan):
+            for tier in self._problem.tiers_of(int(self._problem.lifetimes.tensor_ids[row])):
+                whole = self._whole(row, tier)
+                ways = _ways(whole.leave, whole.needed)
+                added += [replace(whole, gone=gone, back=back) for gone, back in ways]
         for i in range(len(plan)):
             yield (*plan[:i], *plan[i + 1 :])
         for new in added:
@@ -123,6 +110,67 @@ class _Polish:
         for i in range(len(plan)):
             for new in added:
                 yield (*plan[:i], *plan[i + 1 :], new)
+
+    def _unused(self, plan: Plan) -> list[int]:
+        """Rows of the idle periods in which nothing moves."""
+        periods = self._problem.lifetimes
+        columns = (periods.tensor_ids, periods.start, periods.end)
+        return [
+            row
+            for row, (tensor_id, start, end) in enumerate(
+                zip(*(column.tolist() for column in columns), strict=True)
+            )
+            if not any(  # what moves may leave later than at the start
+                m.tensor_id == tensor_id and start <= m.leave and m.needed <= end for m in plan
+            )
+        ]
+
+    def _whole(self, row: int, tier: Tier) -> Migration:
+        """Away for all of an idle period."""
+        periods = self._problem.lifetimes
+        start, end = int(periods.start[row]), int(periods.end[row])
+        tensor_id = int(periods.tensor_ids[row])
+        return Migration(
+            tensor_id=tensor_id, leave=start, gone=start, back=end, needed=end, tier=tier
+        )
+
+    def _refilled(self, plan: Plan) -> Iterator[Plan]:
+        """Plans in which one stays where it is, and as many others as it takes go for it."""
+        periods = self._problem.lifetimes
+        allowed = np.zeros(len(periods), dtype=bool)
+        allowed[self._unused(plan)] = True
+        for i in range(len(plan)):
+            rest = (*plan[:i], *plan[i + 1 :])
+            missing = self._step.missing(rest)
+            orders = (order(periods, missing) for order in ORDERS)
+            chosen = [choose(periods, missing, order, allowed) for order in orders]
+            ways = (tuple(rows.tolist()) for rows in chosen if rows is not None)
+            for rows, tier in product(dict.fromkeys(ways), self._problem.tier_bytes):
+                new = tuple(self._shortly(row, tier, missing) for row in rows)
+                if all(tier in self._problem.tiers_of(m.tensor_id) for m in new):
+                    yield (*rest, *new)
+
+    def _shortly(self, row: int, tier: Tier, missing: Curve) -> Migration:
+        """Away from the first to the last place in its idle period at which bytes are missing."""
+        whole = self._whole(row, tier)
+        places = np.flatnonzero(missing[np.arange(whole.leave, whole.needed) % len(missing)])
+        gone, last = whole.leave + int(places[0]), whole.leave + int(places[-1])
+        return replace(whole, gone=gone, back=last + 1)
+
+
+def _at_other_sites(m: Migration) -> Iterator[Migration]:
+    """The same, away for longer or shorter, or written later."""
+    for gone in range(m.leave, m.back):
+        if gone != m.gone:
+            yield replace(m, gone=gone)
+    for back in range(m.gone + 1, m.needed + 1):
+        if back != m.back:
+            yield replace(m, back=back)
+    for gone, back in _ways(m.leave, m.needed):
+        if gone != m.gone and back != m.back:
+            yield replace(m, gone=gone, back=back)
+    for leave in range(m.leave + 1, m.gone + 1):
+        yield replace(m, leave=leave)
 
 
 def _relieved(plan: Plan) -> Iterator[Plan]:

@@ -3,9 +3,11 @@
 from dataclasses import replace
 from typing import final
 
+import numpy as np
+
 from teraplan.planners.base import Problem
 from teraplan.planners.placing.copies import with_kept_copies
-from teraplan.simulation.memory_curve import sum_ranges, tier_curve
+from teraplan.simulation.memory_curve import Curve, sum_ranges, tier_curve
 from teraplan.simulation.simulator import LONGEST_NS, Simulator
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration
@@ -15,7 +17,7 @@ Plan = tuple[Migration, ...]
 _SIMULATIONS, _WORK = 300, 9_000
 """Simulations of one search, and simulations times idle periods."""
 _FEW = 14
-"""Idle periods up to which it may take twice as many: there they are quick, and find the most."""
+"""Idle periods up to which it may take four times as many: they are quick there, and find most."""
 
 
 @final
@@ -44,7 +46,7 @@ class SmallStep:
         self._times = times
         num_periods = len(problem.lifetimes)
         most = min(_SIMULATIONS, _WORK // (num_periods + 1))
-        self.simulations_left = 2 * most if num_periods <= _FEW else most
+        self.simulations_left = 4 * most if num_periods <= _FEW else most
         self._over = problem.device - problem.limit_bytes
 
     def spent(self) -> bool:
@@ -58,9 +60,14 @@ class SmallStep:
 
     def fits(self, plan: Plan) -> bool:
         """Whether it keeps the device budget."""
+        return not self.missing(plan).any()
+
+    def missing(self, plan: Plan) -> Curve:
+        """Bytes that are still over the device budget in each interval."""
         tensors = self.problem.trace.tensors
         away = ((m.gone, m.back, tensors[m.tensor_id].nbytes) for m in plan)
-        return bool((self._over <= sum_ranges(len(self._over), away)).all())
+        left: Curve = np.maximum(self._over - sum_ranges(len(self._over), away), 0)
+        return left
 
     def settled(self, plan: Plan) -> Plan | None:
         """The plan with all copies kept that can be relied on; None if the tiers lack the room.

@@ -22,7 +22,8 @@ made, two of them are tried. In such steps the plans of all published policies a
 step of up to 10 is searched from nothing moved (`covers`), and the best plan of one of up to 60 is
 polished (`polish`, `shares`). Tensors are split between tiers in the best plan and two others
 (`tier_split`). A step of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is
-compared with simple policies on the step itself. What has more than 20,000 even as a coarse copy is
+compared with simple policies on the step itself, up to 1,500 with all published ones, and up to
+3,000 with G10's, which are quick. What has more than 20,000 even as a coarse copy is
 planned in three attempts: each takes a second or two there. A draft has none of what is below its
 own budget, and is polished only where there is no plan otherwise.
 """
@@ -30,14 +31,12 @@ own budget, and is polished only where there is no plan otherwise.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import final
 
 import numpy as np
 
-from teraplan.planners.base import Planner, Problem, no_placement
+from teraplan.planners.base import Problem, no_placement
 from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
-from teraplan.planners.baselines.teraio import g10_area, paper_ratio, plan_as_teraio, prose
 from teraplan.planners.placing.placement import (
     EAGER,
     JUST_IN_TIME,
@@ -54,6 +53,7 @@ from teraplan.planners.search.covers import plan_small_step
 from teraplan.planners.search.finishing import (
     NEAR,
     PLENTY,
+    PUBLISHED,
     best_of_step_itself,
     bound_ns,
     finished,
@@ -80,12 +80,6 @@ from teraplan.values.run_record import Direction
 _Plan = tuple[Migration, ...]
 
 _PACES = (EAGER, JUST_IN_TIME, RELAXED)
-_PUBLISHED: tuple[Planner, ...] = (
-    partial(plan_as_teraio, score=paper_ratio),
-    partial(plan_as_teraio, score=prose),
-    partial(plan_as_teraio, score=g10_area),
-    partial(plan_as_teraio, score=g10_area, eager=True),
-)
 _WEIGHTS = (0.3, 1.0)
 """How much the price of a transfer counts beside the order of the attempt that it repairs."""
 _BACKLOG = 4
@@ -152,7 +146,10 @@ def plan_by_stalls(problem: Problem) -> tuple[Migration, ...]:
             plans = finished(coarse.problem, simulator, found.migrations, starts)
             return with_reasons(problem, best_of_step_itself(problem, map(coarse.expand, plans)))
         # whole slots need more of the other tiers than the step does, and these are nearly full
-    return with_reasons(problem, _search_all(problem))
+    plan = _search_all(problem)
+    if NEAR < len(problem.lifetimes) <= _MANY:
+        plan = best_of_step_itself(problem, iter([plan]))
+    return with_reasons(problem, plan)
 
 
 def _search_all(problem: Problem) -> tuple[Migration, ...]:
@@ -286,7 +283,7 @@ class _Search:
 
     def _try_baseline(self) -> None:
         """Plans of the policies to compare with as further attempts, where they take no time."""
-        for planner in SIMPLE + _PUBLISHED if self._is_short else SIMPLE:
+        for planner in SIMPLE + PUBLISHED if self._is_short else SIMPLE:
             if self._done() or self._best is None:
                 return
             migrations = plan_or_none(planner, self._problem)
