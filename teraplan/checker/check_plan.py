@@ -6,7 +6,9 @@ A plan that passes never needs more memory than its budgets, whatever the speed 
 simulated times are only looked at for being possible.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from teraplan.checker.check_recomputed import check_recomputed, with_recomputed
 from teraplan.checker.check_updates import DeviceView, check_updates
@@ -141,16 +143,13 @@ def _format_windows(tensor: Tensor) -> str:
 
 def _period(tensor: Tensor, num_sites: int, m: Migration) -> int | None:
     """Number of the idle period that holds the migration, None if there is none."""
-    for number, (_, idle_from) in enumerate(tensor.windows):
-        if number + 1 < len(tensor.windows):
-            idle_to = tensor.windows[number + 1][0]
-        elif tensor.persistent:
-            idle_to = tensor.windows[0][0] + num_sites
-        else:
-            break
-        if idle_from <= m.leave and m.needed <= idle_to:
-            return number
-    return None
+    windows = tensor.windows
+    number = bisect_right(windows, m.leave, key=itemgetter(1)) - 1
+    if number < 0 or (number + 1 == len(windows) and not tensor.persistent):
+        return None
+    ends = number + 1 < len(windows)
+    idle_to = windows[number + 1][0] if ends else windows[0][0] + num_sites
+    return number if m.needed <= idle_to else None
 
 
 def _check_clean(plan: Plan, view: DeviceView) -> Iterator[Violation]:
@@ -162,7 +161,7 @@ def _check_clean(plan: Plan, view: DeviceView) -> Iterator[Violation]:
     persistent tensor go round. Where the host updates a parameter, it has what the device has.
     """
     num_sites = len(plan.trace.sites)
-    writes: set[tuple[int, int, Tier, int]] = set()
+    writes: dict[tuple[int, Tier, int], list[int]] = {}
     cleans: list[tuple[int, Migration, int]] = []
     for index, m in enumerate(plan.migrations):
         if m.leave == m.needed:
@@ -173,26 +172,33 @@ def _check_clean(plan: Plan, view: DeviceView) -> Iterator[Violation]:
         if m.clean:
             cleans.append((index, m, number))
         else:
-            writes.add((m.tensor_id, number, m.tier, m.host_bytes))
+            writes.setdefault((m.tensor_id, m.tier, m.host_bytes), []).append(number)
+    for numbers in writes.values():
+        numbers.sort()
+    changes: dict[int, list[int]] = {}
     for index, m, number in cleans:
         tensor = view.tensors[m.tensor_id]
-        changes = _changes(tensor)
-        before, count = number, len(tensor.windows)
-        found = False
-        while before not in changes and not found and count > 0:
-            before, count = before - 1, count - 1
-            if before < 0:
-                if not tensor.persistent:
-                    break
-                before += len(tensor.windows)
-            found = (m.tensor_id, before, m.tier, m.host_bytes) in writes
-        if found:
+        if m.tensor_id not in changes:
+            changes[m.tensor_id] = sorted(_changes(tensor))
+        around = len(tensor.windows) if tensor.persistent else None
+        changed = _last_before(changes[m.tensor_id], number, around)
+        numbers = writes.get((m.tensor_id, m.tier, m.host_bytes), [])
+        written = _last_before(numbers, number - 1, around)
+        if written is not None and (changed is None or changed <= written):
             continue
         place = f"host and {m.tier} in these parts" if m.host_bytes else m.tier
         message = f"migration {index}: no earlier migration wrote {tensor.name} to {place}"
-        if before in changes:
-            message += f" since it changed in window {before}"
+        if changed is not None:
+            message += f" since it changed in window {changed % len(tensor.windows)}"
         yield Violation(kind=ViolationKind.CLEAN, message=message, migration=index)
+
+
+def _last_before(numbers: Sequence[int], at: int, around: int | None) -> int | None:
+    """The last of sorted `numbers` up to `at`, where there are `around` that go round."""
+    count = bisect_right(numbers, at)
+    if count:
+        return numbers[count - 1]
+    return numbers[-1] - around if numbers and around is not None else None
 
 
 def _changes(tensor: Tensor) -> set[int]:

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,8 +129,8 @@ def _parse(text: str, path: Path) -> object:
     def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            counts = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in counts.items() if count > 1)
             message = f'{path}: has the field "{twice}" twice in one object'
             raise FileFormatError(_for_people(message))
         return result
