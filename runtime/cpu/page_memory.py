@@ -18,7 +18,7 @@ from teraplan.runtime.cpu.trimmer import Trimmer
 from teraplan.runtime.process import pages
 from teraplan.runtime.state.memory.block import Block, Place
 from teraplan.runtime.state.memory.block_memory import BlockMemory
-from teraplan.runtime.state.memory.digests import check_landed, is_as_written
+from teraplan.runtime.state.memory.digests import came_back_changed, has_landed, is_as_written
 from teraplan.runtime.state.memory.lease import span_nbytes, tensor_at
 from teraplan.runtime.storage.memory import digest
 from teraplan.runtime.storage.tiers import Away, Return, Source, Tiers
@@ -168,12 +168,22 @@ class PageMemory(BlockMemory):
         if block in self.shown:
             assert isinstance(block.arrival, Return), "it was started here"
             self.log.wait(self.tiers, block, block.arrival.reads, "to come back")
-            check_landed(block)
+            if not has_landed(block):
+                self._read_again(block)
             pages.move(block.landing, block.address, block.nbytes)
             self.shown.pop(block, None)
         landing, block.landing = block.landing, 0
         if landing:
             pages.release(landing, block.nbytes)
+
+    def _read_again(self, block: Block) -> None:
+        """What has changed on its way, and not on the disk, is right the second time."""
+        record = _record(block)
+        again = self.tiers.get(record, block.landing, owner=block, urgent=True)
+        self.log.count(again.reads)
+        self.log.wait(self.tiers, block, again.reads, "to come back")
+        if not has_landed(block):
+            raise came_back_changed(block, self.tiers.where(record))
 
     @property
     def coming_bytes(self) -> int:

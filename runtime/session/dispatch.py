@@ -113,7 +113,11 @@ def _need(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     engine, key = _engine_of(token)
-    return engine.need(key, size, stride, dtype)
+    try:
+        return engine.need(key, size, stride, dtype)
+    except Exception as error:
+        _explain(engine.training_state, error)
+        raise
 
 
 def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) -> None:
@@ -145,8 +149,13 @@ def _state() -> TrainingState | None:
 
 def _acquire(parameter: torch.Tensor, chain: torch.Tensor, changes: bool = False) -> None:
     state = _state()
-    if state is not None:
+    if state is None:
+        return
+    try:
         state.acquire(parameter, changes=changes)
+    except Exception as error:
+        _explain(state, error)
+        raise
 
 
 def _release(parameter: torch.Tensor, chain: torch.Tensor) -> None:
@@ -159,7 +168,19 @@ def _settle(
     gradient: torch.Tensor, chain: torch.Tensor, parameter: torch.Tensor | None = None
 ) -> torch.Tensor:
     state = _state()
-    return state.settle(gradient, parameter) if state is not None else gradient
+    if state is None:
+        return gradient
+    try:
+        return state.settle(gradient, parameter)
+    except Exception as error:
+        _explain(state, error)
+        raise
+
+
+def _explain(state: TrainingState | None, error: Exception) -> None:
+    """Note at an error what the step has done by then."""
+    if state is not None and state.at_gradients is not None:
+        state.at_gradients.explain(error)
 
 
 def _engine_of(token: torch.Tensor) -> tuple[Engine, int]:

@@ -260,7 +260,7 @@ class Session:
                 self._finish_diverged_step(case, with_new_graphs=compiled)
         elif not case.repeats:
             case.count_pause()
-        elif not (compiled or self._rehearses or case.lets_grow(recorder)):
+        elif not (compiled or self._rehearses or self._faults.spoil or case.lets_grow(recorder)):
             case.add(recorder)
             case.add_rehearsed(self.engine.recomputer.rehearsed)
             if self._shares.may_divide_again(case):

@@ -4,7 +4,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
@@ -260,6 +260,12 @@ class Storage:
             else:
                 pieces.append((fd, place.offset, nbytes))
         return pieces
+
+    def where(self, record: Record) -> Iterator[str]:
+        """The same in words, a place each."""
+        for place in record.places:
+            directory = self._opened[place.store].directory
+            yield f"at offset {place.offset} of the spill file in {directory}"
 
     def keep_to(self, pace: Link | None) -> None:
         """Drive all directories together no faster than `pace` from now on; None is no limit."""

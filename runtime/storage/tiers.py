@@ -176,6 +176,13 @@ class Tiers:
             piece for part in away.parts for piece in self._in(part.tier, "").pieces(part.record)
         ]
 
+    def where(self, away: Away) -> str:
+        """The same in words, of which many places are only counted."""
+        first, *others = (
+            place for part in away.parts for place in self._in(part.tier, "").where(part.record)
+        )
+        return f"{first}, and in {len(others)} more places" if others else first
+
     @property
     def host_capacity_bytes(self) -> int:
         """Of host memory, what there is for tensors that leave, free or not."""

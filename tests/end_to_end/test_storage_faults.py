@@ -1,6 +1,7 @@
 """A training run whose disk fails in the middle: equal bits, or an error that names everything."""
 
 import errno
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, StorageFullError
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.device import Copy
+from teraplan.runtime.engine.recorder import StepRecorder
+from teraplan.runtime.session.case import Case
 from teraplan.runtime.storage import Storage
 from teraplan.runtime.storage.store import WORKERS, Workers
 from teraplan.values.hardware import Tier
@@ -130,3 +133,36 @@ def test_strict_refuses_to_go_on_after_a_fault(reference: Reference) -> None:
         pytest.raises(FallbackRefusedError, match=r"strict is set, and .* could not leave"),
     ):
         run(PROGRAM, device_budget=reference.narrow_bytes, strict=True)
+
+
+@pytest.mark.usefixtures("one_worker")
+@pytest.mark.parametrize("failing", [(2,), (1, 2, 3, 4, 5, 6, 7, 8)])
+def test_steps_with_faults_are_not_measured_unless_all_are(
+    reference: Reference, failing: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not leave stayed, so that they took more than others do."""
+    measured: list[int] = []
+    add = Case.add
+
+    def noted(self: Case, recorder: StepRecorder) -> None:
+        measured.append(steps[-1])
+        add(self, recorder)
+
+    monkeypatch.setattr(Case, "add", noted)
+    steps, num_injected = list[int](), list[int]()
+
+    def program(this: Run) -> None:
+        net = MLP(rows=8192)
+        this.compile(net)
+        for step in range(10):
+            faults = [Fault(call="write", what=errno.EIO, at=1, times=ONE_FAILS)]
+            with injected(*faults * (step in failing)) as calls:
+                loss = net(*net.batch(step))
+                steps.append(step)  # until the next one begins
+                torch.autograd.backward(loss)
+            num_injected.append(calls.num_injected)
+
+    run(program, device_budget=reference.narrow_bytes, profile_steps=2)
+    assert num_injected[2] == ONE_FAILS
+    assert measured, "where all have faults, three are left out"
+    assert not set(measured) & set(failing[:3])

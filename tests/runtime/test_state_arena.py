@@ -144,8 +144,25 @@ def test_bytes_that_the_disk_changes_are_an_error(arena: StateArena) -> None:
     with mmap.mmap(-1, mmap.PAGESIZE) as page:  # direct I/O takes whole pages only
         page[0] = 9
         os.pwritev(fd, [page], offset)
-    with pytest.raises(IntegrityError, match=r"parameter 1 \(262144\): 1.00 MiB came back changed"):
+    said = (
+        r"parameter 1 \(262144\): 1.00 MiB came back changed twice .* at offset \d+ of the spill "
+    )
+    with pytest.raises(IntegrityError, match=said):
         arena.use(block)
+
+
+def test_bytes_that_change_on_their_way_are_read_again(arena: StateArena) -> None:
+    tensor, block = away(arena, 1)
+    arena._start_back(block)
+    assert isinstance(block.arrival, Return)
+    pages_of(arena).tiers.wait(block.arrival.reads, what="the test")
+    before = arena.log.traffic
+    ctypes.memset(block.landing + 5, 9, 1)
+    arena.use(block)
+    assert (tensor == 1).all()
+    assert not block.changed
+    again = arena.log.traffic - before
+    assert again.read_bytes + again.from_host_bytes == tensor.nbytes
 
 
 NO_WRITE = Fault(call="write", what=errno.EIO, at=1, times=1000)

@@ -28,3 +28,7 @@ class AtGradients(Protocol):
     def arrived(self, parameter: torch.Tensor) -> None:
         """The parameter has been given its gradient of a backward."""
         ...
+
+    def explain(self, error: Exception) -> None:
+        """A graph cannot go on: note at the error what has been updated in the step under way."""
+        ...

@@ -33,20 +33,23 @@ def _copy_shown(block: Block) -> None:
         pages.drop_mapped(block.address + offset, nbytes)
 
 
-def check_landed(block: Block) -> None:
-    """See that what has come back is what left, or what has been written there since.
+def has_landed(block: Block) -> bool:
+    """See whether what has come back is what left, or what has been written there since.
 
-    Raises:
-        IntegrityError: it is neither.
+    Then `block.changed` says which. False if it is neither: something has changed it on its way.
     """
     touched = block.touched or bool(pages.touched_bytes(block.address, block.nbytes))
     if touched:  # perhaps after the read, and the mapping always has the latest
         _copy_shown(block)
+    block.changed = digest(block.landing, block.nbytes) != block.digest
+    return touched or not block.changed
+
+
+def came_back_changed(block: Block, where: str) -> IntegrityError:
+    """The error that tells so; `where`: its record is."""
     found = digest(block.landing, block.nbytes)
-    block.changed = found != block.digest
-    if block.changed and not touched:
-        raise IntegrityError(
-            f"{block.label}: {format_nbytes(block.nbytes)} came back changed from the spill "
-            f"file (digest {found:016x}, written {block.digest:016x}); the disk, its driver "
-            "or the memory is faulty"
-        )
+    return IntegrityError(
+        f"{block.label}: {format_nbytes(block.nbytes)} came back changed twice from the spill "
+        f"file, {where} (digest {found:016x}, written {block.digest:016x}); the disk, its driver "
+        "or the memory is faulty"
+    )

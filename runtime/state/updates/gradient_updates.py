@@ -31,6 +31,7 @@ from teraplan.runtime.state.updates.gradient_rehearsal import (
     as_gradient_of,
     is_given_more,
 )
+from teraplan.runtime.state.updates.half_done import half_done, too_early
 from teraplan.runtime.state.updates.sliced_update import step_in_slices
 from teraplan.runtime.state.updates.stand_in import (
     Values,
@@ -145,7 +146,7 @@ class GradientUpdates:
         if watch is None:
             return
         if watch.rehearsal is None:
-            raise _too_early(block, f"a graph uses it {BETWEEN}")
+            raise too_early(block, f"a graph uses it {BETWEEN}")
         watch.rehearsal.refuse(
             f"graphs use parameters {BETWEEN} (several backwards for a step, evaluation)"
         )
@@ -164,7 +165,7 @@ class GradientUpdates:
             watch.rehearsal.settle(parameter, gradient)
             return None
         if _address(parameter) in self._done:
-            raise _too_early(
+            raise too_early(
                 block,
                 f"it gets another gradient {BETWEEN}: there is a second backward, "
                 "or a graph uses it once more than in the steps before",
@@ -190,6 +191,14 @@ class GradientUpdates:
         elif id(parameter) in watch.updates:
             update = watch.updates[id(parameter)]
             update.version, update.taken = parameter._version, parameter.grad
+
+    def explain(self, error: Exception) -> None:
+        """See `AtGradients`."""
+        for watch in self._watches.values():
+            optimizer, begun = watch.optimizer(), len(watch.updates)
+            if optimizer is not None and begun:
+                done = sum(update.left is not None for update in watch.updates.values())
+                error.add_note(half_done(optimizer, done, num_begun=begun - done))
 
     # -- what the optimizer's step tells ---------------------------------------------------------
 
@@ -302,7 +311,6 @@ class GradientUpdates:
         gradient: torch.Tensor,
     ) -> None:
         made = stand_in(optimizer, {id(parameter)})
-        watch.updates[id(parameter)] = update = _Update(parameter)
         random = torch.get_rng_state()
         parameter.grad = as_gradient_of(parameter, gradient)
         temporary_bytes = TEMPORARIES * parameter.nbytes
@@ -313,6 +321,7 @@ class GradientUpdates:
                 self._state.using(tensors_of(made, [parameter]), writes=True),
                 torch.autocast(device_type="cpu", enabled=False),
             ):
+                watch.updates[id(parameter)] = update = _Update(parameter)
                 try:
                     step_in_slices(made, (), {})
                 finally:
@@ -389,11 +398,3 @@ def _is_accumulated(parameter: torch.Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # for leaves, in `torch.autograd.grad`
         return False
-
-
-def _too_early(block: Block, what: str) -> GradientGoneError:
-    return GradientGoneError(
-        f'{block.label} has been updated in the backward, since update is "gradient", and {what}. '
-        'Call step() after each backward, or set update to "step"; if a backward was interrupted, '
-        "or its step left out, load a checkpoint of the model and the optimizer"
-    )

@@ -21,6 +21,7 @@ from teraplan.runtime.state.memory.movable import is_plain
 from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.runtime.state.updates import attachment, hidden_state
 from teraplan.runtime.state.updates.gradient_updates import GradientUpdates
+from teraplan.runtime.state.updates.half_done import half_done
 from teraplan.runtime.state.updates.host_state import is_updated_on_host
 from teraplan.runtime.state.updates.per_parameter import (
     KEPT_FOR_ALL,
@@ -67,14 +68,16 @@ class _Step:
     """What the hooks before ours have left to be stepped: the user's, or a stand-in for it."""
     random: tuple[torch.Tensor, ...]
     """State of the random numbers at its beginning."""
+    num_updated: int
+    """Parameters that the backward has updated, and those of the buckets that are done."""
+    num_begun: int = 0
+    """Of the bucket whose update has begun and is not done."""
     using: ExitStack = field(default_factory=ExitStack)
     bucket: Optimizer | None = None
     ours: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     """Its parameters whose memory moves."""
     cut: Cut | None = None
     """The same in slices, which is then what the user's own call steps."""
-    num_updated: int = 0
-    """Parameters of the buckets that are done."""
     values: Values | None = None
     """What the first update has left beside `state`."""
 
@@ -228,7 +231,7 @@ class OptimizerSteps:
         self._state.arena.user_may_have_run()  # a closure may end with anything, such as clipping
         updated, values = self._updated(optimizer, args[1:], kwargs)
         self._try(optimizer, args[1:], kwargs)
-        step = _Step(args[0], random_state(self._device), values=values)
+        step = _Step(args[0], random_state(self._device), len(updated), values=values)
         self._steps[optimizer] = step
         try:
             order_matters = self._order_matters(optimizer)
@@ -238,13 +241,10 @@ class OptimizerSteps:
             step.bucket = self._bring(step, buckets[-1])
             step.cut = cut_up(step.bucket, args[1:], kwargs)
         except BaseException as error:
+            if step.num_updated or step.num_begun:
+                done, begun = step.num_updated, step.num_begun
+                error.add_note(half_done(optimizer, done, num_begun=begun))
             self._end(optimizer)
-            if step.num_updated:
-                error.add_note(
-                    f"the step of {type(optimizer).__name__} is half done: {step.num_updated} of "
-                    f"{sum(1 for _ in parameters_of(optimizer))} parameters and their state are "
-                    "those after it, the others those before; load a checkpoint to train on"
-                )
             raise
         stepped = step.bucket if step.cut is None else step.cut.optimizer
         return (stepped, *args[1:]), kwargs
@@ -309,8 +309,10 @@ class OptimizerSteps:
     ) -> None:
         for bucket in buckets:
             made = self._bring(step, bucket)
+            step.num_begun = len(bucket)
             try:
                 step_in_slices(made, args, kwargs)
+                step.num_updated, step.num_begun = step.num_updated + len(bucket), 0
             except Exception as error:
                 error.add_note(
                     f"teraplan runs the step of {type(made).__name__} for some parameters at a "
@@ -323,7 +325,6 @@ class OptimizerSteps:
             self._adopt(made, step.ours)
             self._state.end_expecting()
             self._compare(step, made)
-            step.num_updated += len(bucket)
 
     def _compare(self, step: _Step, made: Optimizer) -> None:
         """Raise an UnsupportedError if this bucket has left other values than those before it."""
