@@ -184,6 +184,7 @@ class GraphForecast:
         shared_bytes: int = 0,
         given: str = "",
         beside_bytes: int | None = None,
+        staying_bytes: int | None = None,
     ) -> None:
         """Raise InfeasibleBudgetError if the budget is less than what the graphs predict.
 
@@ -195,6 +196,7 @@ class GraphForecast:
             given: how the user has written the budget, if not in bytes.
             beside_bytes: what the graph that begins has at once beside what lasts; None: all graphs
                 will run, forward and backward.
+            staying_bytes: the whole of the training state that moves, if it stays where it fits.
         """
         least = self.least_bytes
         needed = least if beside_bytes is None else self._least_beside(beside_bytes)
@@ -210,6 +212,10 @@ class GraphForecast:
                 "tensors, too, such as a state_dict that was loaded and is still there: drop what "
                 "is no longer needed"
             )
+        if staying_bytes is not None and self._know_all_graphs:
+            unmoved = _with_margin(with_spare(self.unlimited_peak_bytes + staying_bytes))
+            if budget_bytes + moving_bytes < unmoved < named:
+                named, for_state = unmoved, ", with which nothing has to move"
         beside, enough = "an update needs beside them", "holds them"
         if self._tables:
             beside, enough = "the graphs have at once beside them", "they predict to be enough"

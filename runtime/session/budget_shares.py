@@ -214,6 +214,7 @@ class BudgetShares:
             shared_bytes=self._keeper.shared_bytes,
             given=given,
             beside_bytes=beside_bytes,
+            staying_bytes=self._keeper.staying_bytes,
         )
 
     def explain(self, error: InfeasibleBudgetError, fault: str) -> None:

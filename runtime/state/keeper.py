@@ -143,6 +143,20 @@ class StateKeeper:
         return self.state.step_bytes if self.state is not None else 0
 
     @property
+    def staying_bytes(self) -> int | None:
+        """All of the state, with what optimizers will make, were it to stay; None if it cannot."""
+        if self._config.training_state != "auto":
+            return None
+        to_come = (
+            states * parameter.nbytes
+            for optimizer in census.optimizers()
+            for parameter, states in census.states_to_come(
+                optimizer, unknown=census.STATES_OF_UNKNOWN
+            )
+        )
+        return self.step_bytes + sum(to_come)
+
+    @property
     def _at_gradients(self) -> GradientUpdates | None:
         return self._steps.at_gradients if self._steps is not None else None
 
