@@ -3,7 +3,8 @@
 Like `check_plan` it shares no code with what it checks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from teraplan.checker.violations import Violation, ViolationKind
@@ -12,18 +13,19 @@ from teraplan.values.plan import Plan
 
 def check_recomputed(plan: Plan) -> Iterator[Violation]:
     """Tensors that cannot be computed again as the plan has it."""
-    chosen = [choice.tensor_id for choice in plan.recomputed]
-    for tensor_id in chosen:
-        why = _why_not(plan, tensor_id, chosen)
+    times_chosen = Counter(choice.tensor_id for choice in plan.recomputed)
+    for choice in plan.recomputed:
+        tensor_id = choice.tensor_id
+        why = _why_not(plan, tensor_id, times_chosen)
         if why is not None:
             message = f"tensor {tensor_id} cannot be computed again: {why}"
             yield Violation(kind=ViolationKind.RECOMPUTED, message=message)
 
 
-def _why_not(plan: Plan, tensor_id: int, chosen: Sequence[int]) -> str | None:
+def _why_not(plan: Plan, tensor_id: int, times_chosen: Mapping[int, int]) -> str | None:
     if not 0 <= tensor_id < len(plan.trace.tensors):
         return f"there are {len(plan.trace.tensors)}"
-    if chosen.count(tensor_id) > 1:
+    if times_chosen[tensor_id] > 1:
         return "it is named twice"
     tensor = plan.trace.tensors[tensor_id]
     if tensor.recompute is None:
@@ -34,7 +36,7 @@ def _why_not(plan: Plan, tensor_id: int, chosen: Sequence[int]) -> str | None:
     if need >= len(plan.trace.sites):
         return "no site needs it"
     for number in tensor.recompute.sources:
-        if not 0 <= number < len(plan.trace.tensors) or number in chosen:
+        if not 0 <= number < len(plan.trace.tensors) or number in times_chosen:
             return "it is computed from one that is not there either"
         source = plan.trace.tensors[number]
         if len(source.windows) != 2 or not source.windows[0][1] <= need < source.windows[1][1]:
