@@ -1,6 +1,6 @@
 """The planner "teraplan": many ways to place transfers, each simulated and repaired from its waits.
 
-    pressure -> victims (5 orders) -> tiers (4 spreads) -> placement (3 paces) -> simulate
+    pressure -> victims (6 orders) -> tiers (4 spreads) -> placement (3 paces) -> simulate
         ^                                                       |                    |
         +---- more bytes away before the sites that wait <------+-- real times <-----+
                                           the best -> split -> copies out later -> simulate
