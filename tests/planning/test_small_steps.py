@@ -68,7 +68,7 @@ def test_a_copy_out_waits_until_the_link_is_free() -> None:
     assert polished(trace, 1600, replace(link, host_link=None), *plan) == [0, 1, 1500]
 
 
-@pytest.mark.parametrize("most", ["_MOST_OF_PUBLISHED", "_MOST_OF_G10"])
+@pytest.mark.parametrize("most", ["_WORK_OF_PUBLISHED", "_WORK_OF_G10"])
 @pytest.mark.parametrize("compares", [True, False])
 def test_a_plan_of_a_long_step_is_compared_with_those_of_published_policies(
     most: str, compares: bool, monkeypatch: pytest.MonkeyPatch
@@ -78,11 +78,13 @@ def test_a_plan_of_a_long_step_is_compared_with_those_of_published_policies(
     problem = Problem.of(trace, hardware, limit)
     fast, slow = (make_plan(trace, hardware, limit, by) for by in ("teraplan", "lru"))
     assert fast.prediction.step_ns < slow.prediction.step_ns
-    for name, value in (("SIMPLE", ()), ("_MOST_OF_PUBLISHED", 0), ("_MOST_OF_G10", 0)):
+    for name, value in (("SIMPLE", ()), ("_WORK_OF_PUBLISHED", 0), ("_WORK_OF_G10", 0)):
         monkeypatch.setattr(finishing, name, value)
     for name in ("PUBLISHED", "_G10"):
         monkeypatch.setattr(finishing, name, (lambda _: fast.migrations,))
-    monkeypatch.setattr(finishing, most, len(problem.lifetimes) - (0 if compares else 1))
+    num_periods = len(problem.lifetimes)
+    work = num_periods * (num_periods + len(trace.sites))
+    monkeypatch.setattr(finishing, most, work if compares else work - 1)
     found = best_of_step_itself(problem, iter([slow.migrations]))
     step_ns = problem.simulator().step_ns(found)
     assert (step_ns <= fast.prediction.step_ns) == compares

@@ -34,8 +34,8 @@ PUBLISHED: tuple[Planner, ...] = (
     partial(plan_as_teraio, score=prose),
     *_G10,
 )
-_MOST_OF_PUBLISHED, _MOST_OF_G10 = 1_500, 3_000
-"""Idle periods up to which they take half a second together: some need their square."""
+_WORK_OF_PUBLISHED, _WORK_OF_G10 = 3_000_000, 15_000_000
+"""Idle periods times these and sites, up to which all of them, or G10 alone, take up to a second."""
 
 
 def finished(
@@ -70,7 +70,7 @@ def best_of_step_itself(problem: Problem, plans: Iterator[Plan]) -> Plan:
     if len(problem.lifetimes) > PLENTY or problem.deadline is not None:
         return next(plans)
     simulator = problem.simulator()
-    others = [plan_or_none(planner, problem) for planner in _others(len(problem.lifetimes))]
+    others = [plan_or_none(planner, problem) for planner in _others(problem)]
     candidates = [*plans, *(other for other in others if other is not None)]
     timings = {plan: simulator.run(plan) for plan in candidates}
     fastest = sorted(timings, key=lambda plan: timings[plan].step_ns)
@@ -80,12 +80,14 @@ def best_of_step_itself(problem: Problem, plans: Iterator[Plan]) -> Plan:
     return min(later, key=lambda plan: simulator.run(plan).step_ns)
 
 
-def _others(num_periods: int) -> Iterator[Planner]:
+def _others(problem: Problem) -> Iterator[Planner]:
     """Policies to compare with that are quick enough."""
     yield from SIMPLE
-    if num_periods <= _MOST_OF_PUBLISHED:
+    num_periods = len(problem.lifetimes)
+    work = num_periods * (num_periods + problem.lifetimes.num_sites)
+    if work <= _WORK_OF_PUBLISHED:
         yield from PUBLISHED
-    elif num_periods <= _MOST_OF_G10:
+    elif work <= _WORK_OF_G10:
         yield from _G10
 
 

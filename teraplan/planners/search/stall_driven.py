@@ -22,8 +22,8 @@ made, two of them are tried. In such steps the plans of all published policies a
 step of up to 10 is searched from nothing moved (`covers`), and the best plan of one of up to 60 is
 polished (`polish`, `shares`). Tensors are split between tiers in the best plan and two others
 (`tier_split`). A step of more than 1,000 is planned on a coarse copy (`coarse`); up to 20,000 it is
-compared with simple policies on the step itself, up to 1,500 with all published ones, and up to
-3,000 with G10's, which are quick. What has more than 20,000 even as a coarse copy is
+compared with simple policies on the step itself, one of about 1,000 with all published ones, and of
+2,000 with G10's, which are quick. What has more than 20,000 even as a coarse copy is
 planned in three attempts: each takes a second or two there. A draft has none of what is below its
 own budget, and is polished only where there is no plan otherwise.
 """
