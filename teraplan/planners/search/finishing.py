@@ -35,7 +35,7 @@ PUBLISHED: tuple[Planner, ...] = (
     *_G10,
 )
 _WORK_OF_PUBLISHED, _WORK_OF_G10 = 3_000_000, 15_000_000
-"""Idle periods times these and sites, up to which all of them, or G10 alone, take up to a second."""
+"""Idle periods times these and sites, up to which all of them, or G10 alone, take a second."""
 
 
 def finished(
