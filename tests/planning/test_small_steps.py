@@ -7,7 +7,8 @@ import pytest
 from teraplan.planners import make_plan
 from teraplan.planners.base import Problem
 from teraplan.planners.placing.victims import choose, closest_fit
-from teraplan.planners.search import finishing
+from teraplan.planners.search import covers, finishing
+from teraplan.planners.search.covers import plan_small_step
 from teraplan.planners.search.finishing import best_of_step_itself
 from teraplan.planners.search.polish import polish
 from teraplan.planners.search.small_step import SmallStep, StepTimes
@@ -16,6 +17,7 @@ from teraplan.values.plan import Migration
 from teraplan.values.step_trace import StepTrace
 from tests.planning.synthetic import budgets, gpt_trace, machine
 from tests.planning.test_plans import between
+from tests.planning.test_policies import never
 from tests.planning.test_simulate import move, one_byte_per_ns, step
 
 HUGE, BORN = (5000, ((0, 0), (9, 10)), False), (50, ((4, 6),), False)
@@ -66,6 +68,23 @@ def test_a_copy_out_waits_until_the_link_is_free() -> None:
     problem = Problem.of(trace, link, budgets(1600))
     assert problem.simulator().step_ns(plan) > 1500
     assert polished(trace, 1600, replace(link, host_link=None), *plan) == [0, 1, 1500]
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_plans_near_those_of_other_policies_count_where_idle_periods_are_few(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = step(10, HUGE, *SMALL, BORN)
+    problem = Problem.of(trace, one_byte_per_ns(), budgets(1000 + 5000 + 60))
+    assert len(problem.lifetimes) == 3
+    slow = (move(0, 0, 4, 6, 9),)
+    fast = move(1, 1, 4, 6, 7), move(2, 2, 4, 6, 8)
+    monkeypatch.setattr(covers, "_MOST_PERIODS", 0)
+    monkeypatch.setattr(covers, "_MOST_FOR_THEM", most)
+    monkeypatch.setattr(covers, "_OTHER_STARTS", (never, lambda _: fast))
+    monkeypatch.setattr(covers, "polish", lambda _step, start, _enough, split: start)
+    times = StepTimes(problem.simulator())
+    assert plan_small_step(problem, times, slow, 0) == (fast if most == 3 else slow)
 
 
 @pytest.mark.parametrize("most", ["_WORK_OF_PUBLISHED", "_WORK_OF_G10"])

@@ -22,7 +22,9 @@ from typing import final
 
 import numpy as np
 
-from teraplan.planners.base import Problem
+from teraplan.planners.base import Planner, Problem
+from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
+from teraplan.planners.search.finishing import PUBLISHED
 from teraplan.planners.search.polish import polish
 from teraplan.planners.search.small_step import Plan, SmallStep, StepTimes
 from teraplan.simulation.memory_curve import Curve
@@ -31,6 +33,10 @@ from teraplan.values.plan import Migration
 
 _MOST_PERIODS = 10
 """Idle periods up to which the search mostly ends before its simulations are used up."""
+
+_OTHER_STARTS: tuple[Planner, ...] = (*SIMPLE, PUBLISHED[0])
+_MOST_FOR_THEM = 14
+"""Idle periods up to which plans near those of these policies are looked for, too."""
 
 _State = tuple[Migration | None, ...]
 """What is done with each idle period, in the order of `Lifetimes`."""
@@ -55,7 +61,22 @@ def plan_small_step(
         found = best_cover(SmallStep(problem, times), briefly=True)
     if found is None:
         return None
-    return polish(SmallStep(problem, times), found, enough_ns, split=False)
+    return _best_polished(problem, times, found, enough_ns)
+
+
+def _best_polished(problem: Problem, times: StepTimes, found: Plan, enough_ns: int) -> Plan:
+    """The best plan near `found`, or near one of quite another kind."""
+    best = polish(SmallStep(problem, times), found, enough_ns, split=False)
+    few = len(problem.lifetimes) <= _MOST_FOR_THEM
+    for planner in _OTHER_STARTS if few and not problem.draft else ():
+        if problem.is_late or times.step_ns(best) <= enough_ns:
+            break
+        start = plan_or_none(planner, problem)
+        if start is not None:
+            step = SmallStep(problem, times)
+            other = polish(step, start, enough_ns, split=False)
+            best = min(best, other, key=times.step_ns)
+    return best
 
 
 def best_cover(
