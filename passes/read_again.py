@@ -25,6 +25,8 @@ _REDUCTIONS = frozenset(
         *(_prims.sum, _prims.var),
     )
 )
+_MOST_NODES = 1024
+"""Looked at together: far more than one kernel has, and what is kept of each is a bit for each."""
 
 
 def read_again(graph: fx.Graph, runs: FusedRuns, inlined: Set[fx.Node]) -> frozenset[fx.Node]:
@@ -36,9 +38,11 @@ def read_again(graph: fx.Graph, runs: FusedRuns, inlined: Set[fx.Node]) -> froze
         inlined: nodes that each reader computes anew.
     """
     found: set[fx.Node] = set()
-    for is_run, nodes in itertools.groupby(graph.nodes, runs.is_fused):
+    for is_run, run in itertools.groupby(graph.nodes, runs.is_fused):
         if is_run:
-            found.update(_of_run(list(nodes), inlined))
+            nodes = list(run)
+            for start in range(0, len(nodes), _MOST_NODES):
+                found.update(_of_run(nodes[start : start + _MOST_NODES], inlined))
     return frozenset(found)
 
 
