@@ -47,6 +47,8 @@ class StoreInfo:
     read_bytes: int
     in_use: bool
     """False after it has failed: what lies there is read, nothing more is written."""
+    answers: bool
+    """False while its spill file should grow, and the disk says nothing."""
     fallbacks: tuple[str, ...]
     open_ns: int
     """For how long it has been open."""
@@ -353,6 +355,7 @@ def _info(
         written_bytes=store.written_bytes,
         read_bytes=store.read_bytes,
         in_use=store.why_retired is None,
+        answers=not opened.arena.hangs,
         fallbacks=fallbacks,
         open_ns=perf_counter_ns() - opened_ns,
         physical=opened.disk.physical,

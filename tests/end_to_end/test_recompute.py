@@ -232,6 +232,23 @@ def test_a_recipe_with_a_wrong_bit_is_refused(
     assert set(session.active.recomputes.values()) == {None}
 
 
+def no_run(program: str, *, fused: bool) -> recipes.CompiledRecipe:
+    """A recipe whose generated code refuses its inputs."""
+
+    def run(values: Sequence[Tensor], result: Tensor) -> None:
+        raise AssertionError(f"{len(values)} inputs of other strides")
+
+    return dataclasses.replace(recipes.compile_recipe(program, fused=fused), run=run)
+
+
+@pytest.mark.slow
+def test_recipes_that_cannot_be_run(reference: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teraplan.backend.compile_recipe", no_run)
+    limited = tight(gpt_training(), reference, 0.7, recompute="auto")
+    assert_same(reference, limited)
+    assert limited.final.recomputed == 0
+
+
 @pytest.mark.slow
 def test_a_replayed_plan_is_tried_first(
     reference: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -343,3 +360,29 @@ def test_fused_kernels_of_an_encoder() -> None:
         ),
         kernels="inductor",
     )
+
+
+class ChannelsAndLayers(nn.Module):
+    """Inductor has the statistics of the norms in another order than they were traced in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norms = nn.Conv2d(3, 32, 4, 4), nn.ModuleList([nn.LayerNorm(32)] * 2)
+        self.depthwise = nn.Conv2d(32, 32, 7, padding=3, groups=32)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        rows = self.norms[1](self.depthwise(x).permute(0, 2, 3, 1))
+        rows = self.down(nn.functional.gelu(self.up(rows)))
+        result: Tensor = (x + rows.permute(0, 3, 1, 2)).square().mean()
+        return result
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_fused_kernels_of_convolutions_between_layer_norms() -> None:
+    def batch(step: int) -> tuple[Tensor]:
+        return (torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(step)),)
+
+    check(training(ChannelsAndLayers, batch, steps=9), kernels="inductor")
