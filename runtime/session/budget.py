@@ -1,6 +1,6 @@
 """What the graphs predict of a step's memory, before any step has been measured."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.runtime.device import Device
@@ -184,7 +184,7 @@ class GraphForecast:
         shared_bytes: int = 0,
         given: str = "",
         beside_bytes: int | None = None,
-        staying_bytes: int | None = None,
+        count_staying: Callable[[], int | None] | None = None,
     ) -> None:
         """Raise InfeasibleBudgetError if the budget is less than what the graphs predict.
 
@@ -196,7 +196,8 @@ class GraphForecast:
             given: how the user has written the budget, if not in bytes.
             beside_bytes: what the graph that begins has at once beside what lasts; None: all graphs
                 will run, forward and backward.
-            staying_bytes: the whole of the training state that moves, if it stays where it fits.
+            count_staying: gives the whole of the training state that moves, if it stays where it
+                fits, else None.
         """
         least = self.least_bytes
         needed = least if beside_bytes is None else self._least_beside(beside_bytes)
@@ -212,6 +213,7 @@ class GraphForecast:
                 "tensors, too, such as a state_dict that was loaded and is still there: drop what "
                 "is no longer needed"
             )
+        staying_bytes = count_staying() if count_staying is not None else None
         if staying_bytes is not None and self._know_all_graphs:
             unmoved = _with_margin(with_spare(self.unlimited_peak_bytes + staying_bytes))
             if budget_bytes + moving_bytes < unmoved < named:

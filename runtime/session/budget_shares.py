@@ -214,7 +214,7 @@ class BudgetShares:
             shared_bytes=self._keeper.shared_bytes,
             given=given,
             beside_bytes=beside_bytes,
-            staying_bytes=self._keeper.staying_bytes,
+            count_staying=self._keeper.count_staying,
         )
 
     def explain(self, error: InfeasibleBudgetError, fault: str) -> None:

@@ -142,8 +142,7 @@ class StateKeeper:
         """What moves, all in memory at once: more than that would be of no use."""
         return self.state.step_bytes if self.state is not None else 0
 
-    @property
-    def staying_bytes(self) -> int | None:
+    def count_staying(self) -> int | None:
         """All of the state, with what optimizers will make, were it to stay; None if it cannot."""
         if self._config.training_state != "auto":
             return None
