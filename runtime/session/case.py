@@ -83,7 +83,7 @@ class Case:
     """The process takes more than the budget, and the plan can hold nothing more back for it."""
     told_peak_bytes: int = 0
     """The peak that was told of then; 0 if none was."""
-    gave_back: bool = False
+    times_given_back: int = 0
     """Too much had been held back."""
     attempts: int = 0
     others: set[int] = field(default_factory=set[int])

@@ -32,6 +32,8 @@ _FEW_PAGES_BYTES = MIB // 2
 """Less is not worth a word."""
 _UNUSED_FRACTION, _UNUSED_BYTES = 0.03, 4 * MIB
 """Of the budget: what is held back and then not used is given back from here on."""
+_MOST_GIVEN_BACK = 3
+"""Times, each a new plan; each time half of what was not used, since it may be needed after all."""
 _COMPARED_AFTER = (3, 6, 12, 24)
 """Steps under one plan after which predicted and actual times and peaks are compared."""
 _COMPARED_EVERY = 48
@@ -195,16 +197,18 @@ def _what_for(grown_bytes: int, beyond_bytes: int) -> str:
 
 
 def _hold_back_less(case: Case, unused_bytes: int, budget_bytes: int) -> bool:
-    """Give back half of what turned out to be held back for nothing, once; True if that is much.
+    """Give back half of what turned out to be held back for nothing; True if that is much.
 
-    What was beyond the budget may have been of the first steps under a plan alone.
+    What was beyond the budget may have been of the first steps under a plan alone, or of one in
+    which the program did something else, such as to load a checkpoint.
     """
-    if case.gave_back or unused_bytes <= max(_UNUSED_BYTES, int(budget_bytes * _UNUSED_FRACTION)):
+    enough = max(_UNUSED_BYTES, int(budget_bytes * _UNUSED_FRACTION))
+    if case.times_given_back >= _MOST_GIVEN_BACK or unused_bytes <= enough:
         return False
     given = min(case.reserve_bytes, unused_bytes // 2)
-    case.gave_back = given > 0
+    case.times_given_back += given > 0
     case.reserve_bytes -= given
-    return case.gave_back
+    return given > 0
 
 
 def _expect(case: Case, peak_bytes: int) -> None:
