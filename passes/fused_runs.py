@@ -16,6 +16,7 @@ from torch._functorch.partitioners import get_default_op_list
 
 from teraplan import ops
 from teraplan.passes.aliases import is_view
+from teraplan.passes.targets import packet_of
 
 _MAX_NODES = 64
 """As many as Inductor puts in one kernel (`max_fusion_size`)."""
@@ -60,7 +61,7 @@ class FusedRuns:
             return False
         if node.target in _NO_KERNELS:
             return True
-        return getattr(node.target, "overloadpacket", None) in self._fused
+        return packet_of(node) in self._fused
 
     def _end(self, node: fx.Node, step: int) -> fx.Node:
         if not self.is_fused(node):

@@ -18,6 +18,7 @@ from torch._inductor import config as inductor_config
 from teraplan import ops
 from teraplan.passes.aliases import base_of, is_view, uses_of
 from teraplan.passes.fused_runs import FusedRuns
+from teraplan.passes.targets import packet_of
 
 _aten = torch.ops.aten
 _LOGARITHMS = (_aten.log, _aten.log1p, _aten.log2, _aten.log10)
@@ -84,7 +85,7 @@ def _formula(node: fx.Node, formulas: dict[fx.Node, _Formula]) -> _Formula:
 
 
 def _is_slow(node: fx.Node) -> bool:
-    return _on_cpu(node) and getattr(node.target, "overloadpacket", None) in _SLOW_ON_CPU
+    return _on_cpu(node) and packet_of(node) in _SLOW_ON_CPU
 
 
 def _on_cpu(node: fx.Node) -> bool:

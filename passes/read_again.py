@@ -8,7 +8,7 @@ while it has it (a softmax, a layer norm). One along the first dimension needs a
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import fx
 
 from teraplan.passes.aliases import base_of, is_view
 from teraplan.passes.fused_runs import FusedRuns
+from teraplan.passes.targets import packet_of
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _REDUCTIONS = frozenset(
@@ -64,7 +65,7 @@ def _of_run(nodes: Sequence[fx.Node], inlined: Set[fx.Node]) -> Iterator[fx.Node
             passed[node] = behind[node] & ~bit[node]
 
 
-def _reads(node: fx.Node, inlined: Set[fx.Node]) -> Iterable[fx.Node]:
+def _reads(node: fx.Node, inlined: Set[fx.Node]) -> Iterator[fx.Node]:
     """What is in memory that a node is computed from."""
     if is_view(node) or node in inlined:
         return
@@ -82,16 +83,16 @@ def _reads(node: fx.Node, inlined: Set[fx.Node]) -> Iterable[fx.Node]:
 
 def _needs_all(node: fx.Node) -> bool:
     """True for a reduction along the first of the dimensions that are longer than 1."""
-    if getattr(node.target, "overloadpacket", None) not in _REDUCTIONS:
+    if packet_of(node) not in _REDUCTIONS:
         return False
     source = node.args[0]
     value = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(value, torch.Tensor):
         return False
-    along = node.args[1] if len(node.args) > 1 else ()
-    dims = cast("Sequence[int]", along if isinstance(along, (list, tuple)) else (along,))
-    if not dims or along is None:
+    along = node.args[1] if len(node.args) > 1 else None
+    if along is None or along in ([], ()):
         return True  # along all of them
+    dims = cast("Sequence[int]", along if isinstance(along, (list, tuple)) else (along,))
     first = next((i for i, size in enumerate(value.shape) if not _is_one(size)), 0)
     return first in {dim % max(1, value.dim()) for dim in dims}
 

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from teraplan.passes.aliases import base_of
+from teraplan.passes.targets import packet_of
 from teraplan.passes.workspace import nbytes_of, workspace_nbytes
 from teraplan.values.graph_table import MIN_SLOT_BYTES, Recipe
 
@@ -207,7 +208,7 @@ class _Search:
 
 
 def _name(node: fx.Node) -> str:
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = packet_of(node)
     return packet.__name__ if packet is not None else ""
 
 

@@ -30,6 +30,7 @@ from teraplan.passes.inlining import inlined_nodes, is_pointwise
 from teraplan.passes.read_again import read_again
 from teraplan.passes.size_polynomials import SizePolynomials, peaks, total
 from teraplan.passes.symbolic_sizes import SizeNodes
+from teraplan.passes.targets import packet_of
 from teraplan.values.graph_sizes import (
     GraphSizes,
     MemoryOfSizes,
@@ -270,7 +271,7 @@ def _made_of_pieces(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Set[fx.
     """
     runs: dict[fx.Node, int | None] = {}  # None: behind the scatter alone, any run may follow
     for node in graph.nodes:
-        if getattr(node.target, "overloadpacket", None) in _SCATTERS:
+        if packet_of(node) in _SCATTERS:
             runs[node] = None
             continue
         for source in node.all_input_nodes:
@@ -308,7 +309,7 @@ def _copied_nbytes(node: fx.Node, sizes: SizePolynomials) -> Polynomial:
 
     Inductor has it in these layouts already.
     """
-    if getattr(node.target, "overloadpacket", None) not in _CONVOLUTIONS:
+    if packet_of(node) not in _CONVOLUTIONS:
         return ()
     return total(sizes.nbytes_of(argument) for argument in node.all_input_nodes)
 

@@ -14,7 +14,7 @@ from teraplan.checker.check_plan import broken_rules, check_plan, invalid, requi
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.planners.base import Planner, Problem, is_late
 from teraplan.planners.baselines.simple import plan_on_demand, plan_statically
-from teraplan.planners.baselines.teraio import g10_area, paper_ratio, plan_as_teraio, prose
+from teraplan.planners.baselines.teraio import PUBLISHED
 from teraplan.planners.feasible import (
     Works,
     finds_room,
@@ -39,10 +39,7 @@ from teraplan.values.step_trace import StepTrace
 POLICIES: Mapping[str, Planner] = MappingProxyType(
     {
         "teraplan": plan_by_stalls,
-        "teraio": partial(plan_as_teraio, score=paper_ratio),
-        "teraio-prose": partial(plan_as_teraio, score=prose),
-        "teraio-area": partial(plan_as_teraio, score=g10_area),
-        "g10": partial(plan_as_teraio, score=g10_area, eager=True),
+        **PUBLISHED,
         "lru": partial(plan_on_demand, order=first_saved),
         "belady": partial(plan_on_demand, order=farthest_use),
         "zero-infinity": plan_statically,

@@ -99,8 +99,8 @@ def test_a_plan_of_a_long_step_is_compared_with_those_of_published_policies(
     assert fast.prediction.step_ns < slow.prediction.step_ns
     for name, value in (("SIMPLE", ()), ("_WORK_OF_PUBLISHED", 0), ("_WORK_OF_G10", 0)):
         monkeypatch.setattr(finishing, name, value)
-    for name in ("PUBLISHED", "_G10"):
-        monkeypatch.setattr(finishing, name, (lambda _: fast.migrations,))
+    for name in ("PUBLISHED", "BY_AREA"):
+        monkeypatch.setattr(finishing, name, {"": lambda _: fast.migrations})
     num_periods = len(problem.lifetimes)
     work = num_periods * (num_periods + len(trace.sites))
     monkeypatch.setattr(finishing, most, work if compares else work - 1)

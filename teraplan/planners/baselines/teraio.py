@@ -16,14 +16,16 @@ start later where pressure is left; then further periods leave and come back whi
 waits, those with the farthest next use first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 
-from teraplan.planners.base import Problem, no_placement
+from teraplan.planners.base import Planner, Problem, no_placement
 from teraplan.planners.placing.placement import with_reasons
 from teraplan.planners.placing.room import Room
 from teraplan.planners.placing.victims import choose, farthest_use
@@ -290,3 +292,19 @@ def _on_demand(state: _State, planned: list[int]) -> list[_Slot]:
         state.hold(row, tier)
         slots.append(_Slot(row=row, tier=tier, gone=start, back=end))
     return slots
+
+
+BY_AREA: Mapping[str, Planner] = MappingProxyType(
+    {
+        "teraio-area": partial(plan_as_teraio, score=g10_area),
+        "g10": partial(plan_as_teraio, score=g10_area, eager=True),
+    }
+)
+PUBLISHED: Mapping[str, Planner] = MappingProxyType(
+    {
+        "teraio": partial(plan_as_teraio, score=paper_ratio),
+        "teraio-prose": partial(plan_as_teraio, score=prose),
+        **BY_AREA,
+    }
+)
+"""By the names of their policies."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from teraplan.planners.base import Planner, Problem
 from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
-from teraplan.planners.search.finishing import PUBLISHED
+from teraplan.planners.baselines.teraio import PUBLISHED
 from teraplan.planners.search.polish import polish
 from teraplan.planners.search.small_step import Plan, SmallStep, StepTimes
 from teraplan.simulation.memory_curve import Curve
@@ -34,7 +34,7 @@ from teraplan.values.plan import Migration
 _MOST_PERIODS = 10
 """Idle periods up to which the search mostly ends before its simulations are used up."""
 
-_OTHER_STARTS: tuple[Planner, ...] = (*SIMPLE, PUBLISHED[0])
+_OTHER_STARTS: tuple[Planner, ...] = (*SIMPLE, PUBLISHED["teraio"])
 _MOST_FOR_THEM = 14
 """Idle periods up to which plans near those of these policies are looked for, too."""
 

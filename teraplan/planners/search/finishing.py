@@ -4,12 +4,11 @@ Also when a plan is good enough: near to the bound of its step.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 from teraplan.bounds.bound import step_bound_ns
 from teraplan.planners.base import Planner, Problem
 from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
-from teraplan.planners.baselines.teraio import g10_area, paper_ratio, plan_as_teraio, prose
+from teraplan.planners.baselines.teraio import BY_AREA, PUBLISHED
 from teraplan.planners.placing.postpone import postpone_copies_out
 from teraplan.planners.search.tier_split import split_between_tiers
 from teraplan.simulation.simulator import Simulator
@@ -25,15 +24,6 @@ _FASTEST = 3
 NEAR = 500
 """Idle periods from which on half a percent over the bound is near enough to stop."""
 
-_G10: tuple[Planner, ...] = (
-    partial(plan_as_teraio, score=g10_area),
-    partial(plan_as_teraio, score=g10_area, eager=True),
-)
-PUBLISHED: tuple[Planner, ...] = (
-    partial(plan_as_teraio, score=paper_ratio),
-    partial(plan_as_teraio, score=prose),
-    *_G10,
-)
 _WORK_OF_PUBLISHED, _WORK_OF_G10 = 3_000_000, 15_000_000
 """Idle periods times these and sites, up to which all of them, or G10 alone, take a second."""
 
@@ -86,9 +76,9 @@ def _others(problem: Problem) -> Iterator[Planner]:
     num_periods = len(problem.lifetimes)
     work = num_periods * (num_periods + problem.lifetimes.num_sites)
     if work <= _WORK_OF_PUBLISHED:
-        yield from PUBLISHED
+        yield from PUBLISHED.values()
     elif work <= _WORK_OF_G10:
-        yield from _G10
+        yield from BY_AREA.values()
 
 
 def _splits(plan: Plan) -> bool:

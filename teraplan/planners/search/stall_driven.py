@@ -37,6 +37,7 @@ import numpy as np
 
 from teraplan.planners.base import Problem, no_placement
 from teraplan.planners.baselines.simple import SIMPLE, plan_or_none
+from teraplan.planners.baselines.teraio import PUBLISHED
 from teraplan.planners.placing.placement import (
     EAGER,
     JUST_IN_TIME,
@@ -53,7 +54,6 @@ from teraplan.planners.search.covers import plan_small_step
 from teraplan.planners.search.finishing import (
     NEAR,
     PLENTY,
-    PUBLISHED,
     best_of_step_itself,
     bound_ns,
     finished,
@@ -283,7 +283,7 @@ class _Search:
 
     def _try_baseline(self) -> None:
         """Plans of the policies to compare with as further attempts, where they take no time."""
-        for planner in SIMPLE + PUBLISHED if self._is_short else SIMPLE:
+        for planner in (*SIMPLE, *(PUBLISHED.values() if self._is_short else ())):
             if self._done() or self._best is None:
                 return
             migrations = plan_or_none(planner, self._problem)
