@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from teraplan.config import Config
 from teraplan.runtime.device import Device
 from teraplan.runtime.process import census, fallbacks
+from teraplan.runtime.process.names import all_described
 from teraplan.runtime.state.memory.chunks import chunk_nbytes
 from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.runtime.state.not_used_yet import NotUsedYet
@@ -115,7 +116,10 @@ class StateKeeper:
     def _slow_paths(self) -> Iterator[str]:
         """What could move and does not, or slowly."""
         assert self.state is not None
-        yield from (_shared_text(tensor, what) for tensor, what in self.state.shared)
+        shared = list(self.state.shared)
+        names = all_described(tensor for tensor, _ in shared)
+        for (tensor, what), name in zip(shared, names, strict=True):
+            yield _shared_text(f"{what} ({name}, {format_nbytes(tensor.nbytes)})")
         if self._not_used is not None:
             yield from self._not_used.fallbacks
         if self._steps is not None:
@@ -369,10 +373,9 @@ def _parameters(values: Iterable[object]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.nn.Parameter)]
 
 
-def _shared_text(tensor: torch.Tensor, what: str) -> str:
-    shape = "x".join(map(str, tensor.shape))
+def _shared_text(what: str) -> str:
     return (
-        f"{what} ({shape}, {format_nbytes(tensor.nbytes)}) stays in memory that something "
-        "else has, too: a view, an array, a state_dict or another parameter; drop it "
-        "before the first step, or tie parameters by using one object twice"
+        f"{what} stays in memory that something else has, too: a view, an array, a state_dict or "
+        "another parameter; drop it before the first step, or tie parameters by using one object "
+        "twice"
     )

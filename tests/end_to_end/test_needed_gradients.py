@@ -195,12 +195,19 @@ class Late(Noisy):
         super().step() if late else Lion.step(self)
 
 
+FIRST = r"parameter \(layers\.0\.weight"
 TOO_LATE: dict[str, tuple[Step, str]] = {
-    "reading": (reading, r"the gradient of a parameter \(192x192\) is needed \(linalg_vector_norm"),
+    "reading": (
+        reading,
+        rf"gradient of a {FIRST}, 192x192\) is needed \(linalg_vector_norm",
+    ),
     "clip_grad_norm_": (clipping, "is needed .* load a checkpoint"),
     "clip_grad_value_": (clipping_values, r"is needed \(clamp_\)"),
     "clamp of data": (clamping, r"is needed \(clamp_\)"),
-    "accumulation": (accumulating, "parameter .* has been updated .* a graph uses it between"),
+    "accumulation": (
+        accumulating,
+        rf"a {FIRST}, .* has been updated .* a graph uses it",
+    ),
     "evaluation": (evaluating, "parameter .* has been updated .* a graph uses it between"),
     "another optimizer": (with_another, r"is needed \(another step\)"),
     "zero_grad without None": (keeping, "call zero_grad"),
@@ -210,7 +217,7 @@ TOO_LATE: dict[str, tuple[Step, str]] = {
     "two steps": (stepping_twice, r"is needed \(another step\)"),
     "dropped before the step": (dropping_then_stepping, "was dropped or replaced between"),
     "left out": (skipping, "has been updated .* or its step left out, load a checkpoint"),
-    "parameters": (disturbing, "a parameter .* was changed between"),
+    "parameters": (disturbing, r"a parameter \(layers\.\d\.weight, 192x192\) was changed between"),
     "parameters through .data": (disturbing_data, "a parameter .* was changed between"),
     "optimizer state": (damping, "the optimizer state of a parameter .* was changed between"),
     "optimizer state dropped": (forgetting, "the optimizer state of a parameter .* was changed"),

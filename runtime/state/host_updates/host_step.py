@@ -18,6 +18,7 @@ import torch
 
 from teraplan.errors import HostUpdateError, StorageFullError, TeraplanError, UnsupportedError
 from teraplan.runtime.host_lane import HostLane, Wait
+from teraplan.runtime.process.names import all_described
 from teraplan.runtime.state.host_updates.host_twins import Sent, Twin, twins_in
 from teraplan.runtime.state.memory.host_memory import host_bytes
 from teraplan.runtime.state.updates.host_state import SHARES_MEMORY, HostState, State, shares_memory
@@ -99,8 +100,15 @@ class HostStep:
         """What the last bucket has left beside `state`."""
         self.busy_ns = 0
         """Time that the updates themselves took."""
-        self.what = ""
-        """What is being done, for errors."""
+        self._number = 0
+        """Of the bucket that is being updated."""
+
+    @property
+    def what(self) -> str:
+        """What is being updated, for errors."""
+        bucket = self._buckets[self._number]
+        some = "; ".join(all_described(bucket[:3]))
+        return f"parameters ({some}{f' and {len(bucket) - 3} more' if len(bucket) > 3 else ''})"
 
     def run(self, *, in_worker: bool) -> None:
         """Do all buckets, in a thread of its own or the training thread; see `error`."""
@@ -135,7 +143,7 @@ class HostStep:
             twins, waits = coming
             if number + 1 < len(self._buckets):
                 coming = self._bring(number + 1)
-            self.what = _named(self._buckets[number])
+            self._number = number
             for wait in waits:
                 wait()
             self._update(twins)
@@ -201,9 +209,3 @@ class HostStep:
                 f"in host memory, of which {format_nbytes(free_bytes)} are free; raise host_budget"
             )
         return reserved
-
-
-def _named(bucket: Bucket) -> str:
-    shapes = ", ".join("x".join(map(str, p.shape)) for p in bucket[:3])
-    more = f" and {len(bucket) - 3} more" if len(bucket) > 3 else ""
-    return f"parameters ({shapes}{more})"

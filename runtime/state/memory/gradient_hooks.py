@@ -52,3 +52,18 @@ def watch_gradient(
         parameter.register_hook(untraced(before)),  # type: ignore[no-untyped-call]
         parameter.register_post_accumulate_grad_hook(untraced(after)),  # type: ignore[no-untyped-call]
     )
+
+
+def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
+    """True if there are more hooks on its gradients than those of its training state."""
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return len(before or ()) > 1 or len(after or ()) > 1
+
+
+def is_accumulated(parameter: torch.Tensor) -> bool:
+    """False within `torch.autograd.grad`, or a backward for other `inputs`."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # for leaves, in `torch.autograd.grad`
+        return False

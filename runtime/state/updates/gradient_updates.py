@@ -21,7 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.errors import GradientGoneError, UnsupportedError
 from teraplan.runtime.process.census import STATES_OF_UNKNOWN, states_to_come
+from teraplan.runtime.process.names import described
 from teraplan.runtime.state.memory.block import Block
+from teraplan.runtime.state.memory.gradient_hooks import has_hooks_of_the_user, is_accumulated
 from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.runtime.state.updates import attachment
 from teraplan.runtime.state.updates.bits import Bits, StateBits
@@ -146,7 +148,7 @@ class GradientUpdates:
         if watch is None:
             return
         if watch.rehearsal is None:
-            raise too_early(block, f"a graph uses it {BETWEEN}")
+            raise too_early(parameter, f"a graph uses it {BETWEEN}")
         watch.rehearsal.refuse(
             f"graphs use parameters {BETWEEN} (several backwards for a step, evaluation)"
         )
@@ -166,7 +168,7 @@ class GradientUpdates:
             return None
         if _address(parameter) in self._done:
             raise too_early(
-                block,
+                parameter,
                 f"it gets another gradient {BETWEEN}: there is a second backward, "
                 "or a graph uses it once more than in the steps before",
             )
@@ -299,8 +301,8 @@ class GradientUpdates:
         return (
             id(parameter) in watch.ready
             and (gradient.shape, gradient.dtype) == (parameter.shape, parameter.dtype)
-            and not _has_hooks_of_the_user(parameter)
-            and _is_accumulated(parameter)
+            and not has_hooks_of_the_user(parameter)
+            and is_accumulated(parameter)
         )
 
     def _update(
@@ -360,41 +362,27 @@ class GradientUpdates:
             yield "the optimizer's step runs under autocast"
         members = {id(p) for p in parameters_of(optimizer)}
         for update in watch.updates.values():
-            shape = "x".join(map(str, update.parameter.shape))
-            if update.taken is None or update.parameter.grad is not update.taken:
-                yield f"the gradient of a parameter ({shape}) was dropped or replaced {BETWEEN}"
+            what = self._changed(update, optimizer)
             if id(update.parameter) not in members:
-                yield f"a parameter ({shape}) was taken from the optimizer {BETWEEN}"
-            for what in self._changed(update, optimizer):
-                yield f"{what} ({shape}) was changed {BETWEEN}"
+                what = "a parameter", "taken from the optimizer"
+            if what is not None:
+                yield f"{what[0]} ({described(update.parameter)}) was {what[1]} {BETWEEN}"
 
-    def _changed(self, update: _Update, optimizer: Optimizer) -> Iterator[str]:
-        """What somebody has written to since the update."""
+    def _changed(self, update: _Update, optimizer: Optimizer) -> tuple[str, str] | None:
+        """What somebody has done to the parameter since the update."""
         arena, parameter = self._state.arena, update.parameter
+        if update.taken is None or parameter.grad is not update.taken:
+            return "the gradient of a parameter", "dropped or replaced"
         if update.left is None:
-            return
+            return None
         value, state = update.left
         if parameter._version != update.version or not value.are_those_of(parameter, arena):
-            yield "a parameter"
+            return "a parameter", "changed"
         if not state.are_those_of(optimizer.state.get(parameter, {}), arena):
-            yield "the optimizer state of a parameter"
+            return "the optimizer state of a parameter", "changed"
+        return None
 
 
 def _address(parameter: torch.Tensor) -> int:
     """Of its memory, also of a view."""
     return parameter.untyped_storage().data_ptr()
-
-
-def _has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
-    """True if there are more hooks on its gradients than those of its training state."""
-    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    return len(before or ()) > 1 or len(after or ()) > 1
-
-
-def _is_accumulated(parameter: torch.Tensor) -> bool:
-    """False within `torch.autograd.grad`, or a backward for other `inputs`."""
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # for leaves, in `torch.autograd.grad`
-        return False

@@ -3,7 +3,7 @@
 import torch
 
 from teraplan.errors import GradientGoneError
-from teraplan.runtime.state.memory.block import Block
+from teraplan.runtime.process.names import described
 from teraplan.runtime.state.updates.stand_in import parameters_of
 
 Optimizer = torch.optim.Optimizer
@@ -26,10 +26,11 @@ def half_done(optimizer: Optimizer, num_updated: int, *, num_begun: int) -> str:
     )
 
 
-def too_early(block: Block, what: str) -> GradientGoneError:
+def too_early(parameter: torch.Tensor, what: str) -> GradientGoneError:
     """The error where something is done that an update in the backward would make wrong."""
     return GradientGoneError(
-        f'{block.label} has been updated in the backward, since update is "gradient", and {what}. '
-        'Call step() after each backward, or set update to "step"; if a backward was interrupted, '
-        "or its step left out, load a checkpoint of the model and the optimizer"
+        f"a parameter ({described(parameter)}) has been updated in the backward, since update is "
+        f'"gradient", and {what}. Call step() after each backward, or set update to "step"; if a '
+        "backward was interrupted, or its step left out, load a checkpoint of the model and the "
+        "optimizer"
     )

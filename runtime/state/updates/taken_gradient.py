@@ -5,12 +5,14 @@ p.grad.shape, print  work
 anything else        GradientGoneError
 """
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
 import torch
 
 from teraplan.errors import GradientGoneError
+from teraplan.runtime.process.names import described
 
 _REMEDY = (
     'set update to "step" to read, clip, scale or add to gradients; under "gradient" call '
@@ -25,11 +27,15 @@ class TakenGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls: "type[TakenGradient]", like: torch.Tensor) -> "TakenGradient":
-        """As `like`."""
+        """As `like`, a parameter, or as another such gradient of one."""
         made: TakenGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
+        made.parameter = like.parameter if isinstance(like, cls) else weakref.ref(like)
         return made
+
+    parameter: "weakref.ref[torch.Tensor]"
+    """Whose gradient it was."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -59,11 +65,12 @@ class TakenGradient(torch.Tensor):
     __array__ = __dlpack__ = __reduce_ex__ = _refuse
 
 
-def gone(taken: torch.Tensor, what: str) -> GradientGoneError:
+def gone(taken: TakenGradient, what: str) -> GradientGoneError:
     """The error of using a gradient that has been used up."""
-    shape = "x".join(map(str, taken.shape))
+    parameter = taken.parameter()
+    whose = described(taken if parameter is None else parameter)
     return GradientGoneError(
-        f"the gradient of a parameter ({shape}) is needed ({what}), and was used up in the "
+        f"the gradient of a parameter ({whose}) is needed ({what}), and was used up in the "
         'backward: update is "gradient", and the parameter was updated with it as it was; '
         f"{_REMEDY}. If it was to be changed before the update, load a checkpoint"
     )
