@@ -79,6 +79,11 @@ def materialize(
     device: str = "cpu",
 ) -> nn.Module:
     """See `teraplan.materialize`."""
+    if not (initialize is None or callable(initialize)):
+        raise ConfigError(
+            f"initialize is a {type(initialize).__name__}; give materialize a function that sets "
+            "the parameters of the module it is called with, or call load_state_dict() afterwards"
+        )
     held = _held_session(Config.resolve(options, os.environ), torch.device(device))
     keeper = held.session().keeper
     keeper.expect(list(model.parameters()))

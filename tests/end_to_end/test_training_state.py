@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import teraplan
-from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError, UnsupportedError
+from teraplan.errors import (
+    ConfigError,
+    FallbackRefusedError,
+    InfeasibleBudgetError,
+    UnsupportedError,
+)
 from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.process import census
 from tests.end_to_end.costs import by_cost
@@ -127,6 +132,24 @@ def test_a_module_that_cannot_set_its_parameters_is_named() -> None:
         net = nn.Sequential(Scale())
     with pytest.raises(UnsupportedError, match=r"0 \(Scale\) has parameters .* initialize="):
         teraplan.materialize(net)
+
+
+def test_values_left_on_the_meta_device_are_named() -> None:
+    def replace(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.bias = nn.Parameter(torch.empty_like(module.bias, device="meta"))
+
+    with torch.device("meta"):
+        net = model()
+    with pytest.raises(UnsupportedError, match=r"layers\.0 \(Linear\) has bias on the meta device"):
+        teraplan.materialize(net, initialize=replace)
+
+
+def test_what_initializes_is_a_function() -> None:
+    with torch.device("meta"):
+        net = model()
+    with pytest.raises(ConfigError, match=r"initialize is a dict; .* load_state_dict"):
+        teraplan.materialize(net, initialize={})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

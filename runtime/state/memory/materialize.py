@@ -29,7 +29,8 @@ def materialize(
         device: where the memory is.
 
     Raises:
-        UnsupportedError: there is no `initialize`, and a module has no `reset_parameters`.
+        UnsupportedError: there is no `initialize`, and a module has no `reset_parameters`; or what
+            it has is on the meta device when it has been initialized.
     """
     made: dict[int, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -47,6 +48,7 @@ def materialize(
             module._buffers[key] = torch.empty_like(buffer, device=device)
         if not shared:  # tied: its parameters have their values already
             _initialize(name, module, initialize)
+            _require_memory(name, module)
 
 
 def _with_memory(parameter: nn.Parameter, state: TrainingState | None, device: str) -> nn.Parameter:
@@ -71,3 +73,14 @@ def _initialize(name: str, module: nn.Module, initialize: Initialize | None) -> 
             "initialize=function_of_a_module"
         )
     reset()
+
+
+def _require_memory(name: str, module: nn.Module) -> None:
+    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    left = ", ".join(key for key, tensor in own if tensor.is_meta)
+    if left:
+        raise UnsupportedError(
+            f"{name or 'the model'} ({type(module).__name__}) has {left} on the meta device after "
+            "it was initialized: initialize is to write into the parameters that it is given, with "
+            "copy_() or load_state_dict() without assign, and not to put others in their places"
+        )
