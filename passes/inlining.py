@@ -116,7 +116,7 @@ def _stays_formula(node: fx.Node, formula: _Formula, runs: FusedRuns) -> bool:
     is_long = formula.num_operations > most.operations
     if not _read_by_kernels_alone(node, runs) or num_reads > most.reads:
         return False
-    if len(node.users) == 1:
+    if len(set(uses_of(node))) == 1:
         return not is_long or num_reads < 2
     return not is_long and num_reads <= most.reads_reused and not formula.is_slow
 

@@ -26,6 +26,8 @@ _REDUCTIONS = frozenset(
         *(_prims.sum, _prims.var),
     )
 )
+_DIMS_OF_CONVOLUTIONS = 3
+"""With more, the channels may be last in memory."""
 _MOST_NODES = 1024
 """Looked at together: far more than one kernel has, and what is kept of each is a bit for each."""
 
@@ -93,8 +95,16 @@ def _needs_all(node: fx.Node) -> bool:
     if along is None or along in ([], ()):
         return True  # along all of them
     dims = cast("Sequence[int]", along if isinstance(along, (list, tuple)) else (along,))
-    first = next((i for i, size in enumerate(value.shape) if not _is_one(size)), 0)
-    return first in {dim % max(1, value.dim()) for dim in dims}
+    reduced = {dim % max(1, value.dim()) for dim in dims}
+    orders = [list(range(value.dim()))]
+    if value.dim() > _DIMS_OF_CONVOLUTIONS:  # which of both is chosen when it is compiled
+        orders.append([0, *range(2, value.dim()), 1])
+    return any(_first(value, order) in reduced for order in orders)
+
+
+def _first(value: torch.Tensor, order: Sequence[int]) -> int:
+    """Of the dimensions, as they lie in memory, the first that is longer than 1."""
+    return next((dim for dim in order if not _is_one(value.shape[dim])), 0)
 
 
 def _is_one(size: int | torch.SymInt) -> bool:

@@ -13,7 +13,7 @@ from teraplan.bounds.relaxation import relaxed_bound_ns
 from teraplan.checker.check_plan import broken_rules, check_plan, invalid, require_valid
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.planners.base import Planner, Problem, is_late
-from teraplan.planners.baselines.simple import plan_on_demand, plan_statically
+from teraplan.planners.baselines.simple import SIMPLE
 from teraplan.planners.baselines.teraio import PUBLISHED
 from teraplan.planners.feasible import (
     Works,
@@ -23,7 +23,7 @@ from teraplan.planners.feasible import (
     works_by,
 )
 from teraplan.planners.foreign import load_planner
-from teraplan.planners.placing.victims import farthest_use, first_saved
+from teraplan.planners.placing.placement import with_reasons
 from teraplan.planners.recompute import recomputations, with_recomputed
 from teraplan.planners.rules import apply_rules
 from teraplan.planners.search.finishing import NEAR
@@ -32,21 +32,22 @@ from teraplan.planners.search.stall_driven import plan_by_stalls
 from teraplan.planners.updates.update_split import split_updates
 from teraplan.simulation.simulate import predict
 from teraplan.values.hardware import Budgets, Hardware, Tier
-from teraplan.values.plan import UNKNOWN, HostUpdate, Plan, Recomputation
+from teraplan.values.plan import UNKNOWN, HostUpdate, Migration, Plan, Recomputation
 from teraplan.values.recomputed_step import recomputed_step
 from teraplan.values.step_trace import StepTrace
+
+
+def _with_reasons(planner: Planner, problem: Problem) -> tuple[Migration, ...]:
+    return with_reasons(problem, planner(problem))
+
 
 POLICIES: Mapping[str, Planner] = MappingProxyType(
     {
         "teraplan": plan_by_stalls,
         **PUBLISHED,
-        "lru": partial(plan_on_demand, order=first_saved),
-        "belady": partial(plan_on_demand, order=farthest_use),
-        "zero-infinity": plan_statically,
+        **{name: partial(_with_reasons, planner) for name, planner in SIMPLE.items()},
     }
 )
-_QUICK = ("lru", "belady", "zero-infinity")
-"""Policies that plan long steps in no time."""
 ENTRY_POINTS = "teraplan.policies"
 """Group of entry points in which other packages name their policies."""
 
@@ -157,7 +158,7 @@ def _works_by(policy: str, planner: Planner, problem: Problem) -> Works | None:
     """By which the budget is found that an error names; None if the policy is too slow for that."""
     if planner is plan_by_stalls:
         return finds_room
-    quick = policy in _QUICK or (policy in POLICIES and len(problem.lifetimes) <= NEAR)
+    quick = policy in SIMPLE or (policy in POLICIES and len(problem.lifetimes) <= NEAR)
     return partial(works_by, planner) if quick else None
 
 

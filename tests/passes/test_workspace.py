@@ -186,6 +186,33 @@ def test_a_first_dimension_of_one_is_none() -> None:
     assert memory_of(graph, fused=True, saved={}).least_bytes == KIB, "along the rest, row by row"
 
 
+@pytest.mark.parametrize(
+    ("shape", "kept"), [((1, 16, 4, 4), 1), ((4, 4, 4, 4), 0), ((16, 4, 4), 0)]
+)
+def test_channels_may_be_last_in_memory(shape: tuple[int, ...], kept: int) -> None:
+    """An instance norm has no images and many channels, which lie beside each other then."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        product = (x @ w).view(shape)
+        y, z = product.tanh(), product.sigmoid()
+        return y - (y * z).sum((-2, -1), keepdim=True) * z
+
+    graph = _traced(function, (16, 16), (16, 16))
+    assert memory_of(graph, fused=True, saved={}).least_bytes == (1 + kept) * KIB
+
+
+def test_what_is_read_through_a_view_counts_its_readers() -> None:
+    """Read by several, what reads much is not computed anew by each."""
+
+    def function(*xs: torch.Tensor) -> torch.Tensor:
+        a, b, c, d, e = (x @ x for x in xs)
+        total = (a + b + c + d + e).view(256)
+        return total.sin() @ (total * 2)
+
+    assert "add_3" not in _inlined(function, *[(16, 16)] * 5)
+    assert "add_2" in _inlined(function, *[(16, 16)] * 5)
+
+
 def test_nothing_is_written_over_what_a_scatter_adds_to() -> None:
     def function(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         into = torch.ops.aten.scatter_add(x, 0, index.long(), x)

@@ -97,7 +97,7 @@ def test_a_plan_of_a_long_step_is_compared_with_those_of_published_policies(
     problem = Problem.of(trace, hardware, limit)
     fast, slow = (make_plan(trace, hardware, limit, by) for by in ("teraplan", "lru"))
     assert fast.prediction.step_ns < slow.prediction.step_ns
-    for name, value in (("SIMPLE", ()), ("_WORK_OF_PUBLISHED", 0), ("_WORK_OF_G10", 0)):
+    for name, value in (("SIMPLE", {}), ("_WORK_OF_PUBLISHED", 0), ("_WORK_OF_G10", 0)):
         monkeypatch.setattr(finishing, name, value)
     for name in ("PUBLISHED", "BY_AREA"):
         monkeypatch.setattr(finishing, name, {"": lambda _: fast.migrations})

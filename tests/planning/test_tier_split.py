@@ -13,7 +13,7 @@ from teraplan.checker.violations import ViolationKind
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.planners import make_plan
 from teraplan.planners.base import LEAST_PART_BYTES, PAGE_BYTES, Problem
-from teraplan.planners.baselines.simple import plan_on_demand
+from teraplan.planners.baselines.simple import on_demand
 from teraplan.planners.placing.victims import farthest_use
 from teraplan.planners.search.coarse import coarsen
 from teraplan.planners.search.tier_split import split_between_tiers
@@ -368,7 +368,7 @@ def test_a_coarse_plan_with_splits_holds() -> None:
     limit = budgets(between(trace, 0.1))
     coarse = coarsen(Problem.of(trace, hardware, limit), 100)
     simulator = coarse.problem.simulator()
-    whole = plan_on_demand(coarse.problem, farthest_use)
+    whole = on_demand(coarse.problem, farthest_use)
     assert {m.tier for m in whole} == {S}
     found = split_between_tiers(coarse.problem, simulator, whole, 0)
     assert simulator.run(found).step_ns < 0.8 * simulator.run(whole).step_ns

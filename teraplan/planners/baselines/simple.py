@@ -7,13 +7,15 @@ that name (arXiv 2104.07857): parameters, gradients and optimizer state always g
 and are fetched a little ahead; activations go where that is not enough.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
 from teraplan.errors import InfeasibleBudgetError
 from teraplan.planners.base import Planner, Problem, no_placement
-from teraplan.planners.placing.placement import JUST_IN_TIME, Moves, place, with_reasons
+from teraplan.planners.placing.placement import JUST_IN_TIME, Moves, place
 from teraplan.planners.placing.tiers import Spread, assign
 from teraplan.planners.placing.victims import Order, choose, farthest_use, first_saved
 from teraplan.simulation.lifetimes import Ints
@@ -22,26 +24,12 @@ from teraplan.values.plan import Migration
 from teraplan.values.step_trace import TensorKind
 
 
-def plan_on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
+def on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
     """Migrations that start where they are needed and no sooner.
 
     Raises:
         InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
     """
-    return with_reasons(problem, on_demand(problem, order))
-
-
-def plan_statically(problem: Problem) -> tuple[Migration, ...]:
-    """All that outlives a micro-batch moves; activations where that is not enough.
-
-    Raises:
-        InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
-    """
-    return with_reasons(problem, statically(problem))
-
-
-def on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
-    """As `plan_on_demand`, without reasons."""
     periods, pressure = problem.lifetimes, problem.pressure()
     rows = choose(periods, pressure, order(periods, pressure))
     moves = None if rows is None else assign(problem, rows, Spread.SLOW_FIRST, may_split=False)
@@ -67,7 +55,11 @@ def on_demand(problem: Problem, order: Order) -> tuple[Migration, ...]:
 
 
 def statically(problem: Problem) -> tuple[Migration, ...]:
-    """As `plan_statically`, without reasons."""
+    """All that outlives a micro-batch moves; activations where that is not enough.
+
+    Raises:
+        InfeasibleBudgetError: if the chosen tensors fit in no way into the other tiers.
+    """
     periods, pressure, tensors = problem.lifetimes, problem.pressure(), problem.trace.tensors
     if not pressure.any():
         return ()
@@ -87,11 +79,14 @@ def statically(problem: Problem) -> tuple[Migration, ...]:
     return place(problem, moves, periods.site_ns.astype(float), JUST_IN_TIME)
 
 
-SIMPLE: tuple[Planner, ...] = (
-    partial(on_demand, order=first_saved),
-    partial(on_demand, order=farthest_use),
-    statically,
+SIMPLE: Mapping[str, Planner] = MappingProxyType(
+    {
+        "lru": partial(on_demand, order=first_saved),
+        "belady": partial(on_demand, order=farthest_use),
+        "zero-infinity": statically,
+    }
 )
+"""By the names of their policies; without reasons."""
 
 
 def plan_or_none(planner: Planner, problem: Problem) -> tuple[Migration, ...] | None:

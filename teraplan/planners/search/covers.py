@@ -34,7 +34,7 @@ from teraplan.values.plan import Migration
 _MOST_PERIODS = 10
 """Idle periods up to which the search mostly ends before its simulations are used up."""
 
-_OTHER_STARTS: tuple[Planner, ...] = (*SIMPLE, PUBLISHED["teraio"])
+_OTHER_STARTS: tuple[Planner, ...] = (*SIMPLE.values(), PUBLISHED["teraio"])
 _MOST_FOR_THEM = 14
 """Idle periods up to which plans near those of these policies are looked for, too."""
 

@@ -72,7 +72,7 @@ def best_of_step_itself(problem: Problem, plans: Iterator[Plan]) -> Plan:
 
 def _others(problem: Problem) -> Iterator[Planner]:
     """Policies to compare with that are quick enough."""
-    yield from SIMPLE
+    yield from SIMPLE.values()
     num_periods = len(problem.lifetimes)
     work = num_periods * (num_periods + problem.lifetimes.num_sites)
     if work <= _WORK_OF_PUBLISHED:

@@ -283,7 +283,7 @@ class _Search:
 
     def _try_baseline(self) -> None:
         """Plans of the policies to compare with as further attempts, where they take no time."""
-        for planner in (*SIMPLE, *(PUBLISHED.values() if self._is_short else ())):
+        for planner in (*SIMPLE.values(), *(PUBLISHED.values() if self._is_short else ())):
             if self._done() or self._best is None:
                 return
             migrations = plan_or_none(planner, self._problem)
