@@ -44,8 +44,8 @@ _MUTATED = {
 _ALIGNED = (ops.enter_backward, ops.need)
 """What is given a token, and returns something that kernels read, or that ops do."""
 
-INDUCTOR_CONFIG = {"allow_buffer_reuse": False, "triton.cudagraphs": False}
-"""What the ops need of Inductor's configuration: they are to run at each call."""
+INDUCTOR_CONFIG = {"allow_buffer_reuse": False, "triton.cudagraphs": False, "cpp_wrapper": False}
+"""What the ops need of Inductor's configuration: they run at each call, and may raise errors."""
 
 
 def register_lowerings() -> None:
@@ -82,18 +82,16 @@ def _note_aligned(result: Any) -> None:
 
 
 class _DirectCall(ir.FallbackKernel):
-    """A call of what the op does, past PyTorch's dispatcher where the generated code is Python."""
+    """A call of what the op does, past PyTorch's dispatcher."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not V.graph.cpp_wrapper:
-            op: Any = self.op_overload
-            self.python_kernel_name = f"teraplan_ops.{op._opname}"
+        op: Any = self.op_overload
+        self.python_kernel_name = f"teraplan_ops.{op._opname}"
 
     def codegen(self, wrapper: Any) -> None:
         """Generate the call, and the import that it takes."""
-        if not V.graph.cpp_wrapper:
-            wrapper.add_import_once("from teraplan.ops import direct as teraplan_ops")
+        wrapper.add_import_once("from teraplan.ops import direct as teraplan_ops")
         super().codegen(wrapper)
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -42,6 +43,8 @@ class RunnableGraph:
         session.compiling(example_inputs)
         self._may_hold_all = takes_gradients(gm)
         """It may have its backward within it, where nothing moves, as far as is known yet."""
+        if session.config.kernels == "inductor" and inductor_config.cpp_wrapper:
+            session.fall_back(_IN_PYTHON)
         try:
             self._compiled = _compile(session.config, gm, example_inputs)
         except exceptions_allowed_to_be_fallback as error:
@@ -79,6 +82,10 @@ class RunnableGraph:
         return self._compiled(*args)
 
 
+_IN_PYTHON = (
+    "torch._inductor.config.cpp_wrapper is set, and graphs call their kernels from Python all the "
+    "same: what moves tensors between kernels is Python"
+)
 _HOLDS_ALL = (
     "gradients are taken within what is compiled (torch.func.grad): forward and backward are one "
     "graph, nothing that it saves moves, and no budget holds for it; compile the model or its "

@@ -36,6 +36,10 @@ _COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 _pagemap = ProcFile("/proc/self/pagemap")
 _PRESENT_OR_SWAPPED = 0xC0
+_OF_FILE = 0x20
+"""In the last byte of an entry of `/proc/self/pagemap`, as the one before."""
+_PAGE_OUT = 21
+"""MADV_PAGEOUT, since Linux 5.4."""
 """Of the last byte of a page's entry in /proc/self/pagemap."""
 
 _libc = ctypes.PyDLL(None, use_errno=True)
@@ -125,6 +129,23 @@ def drop_mapped(address: int, nbytes: int) -> None:
     Nothing is lost: what was written there is the file's. Never to be called on anonymous pages.
     """
     _libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
+
+
+def is_of_file(address: int) -> bool:
+    """True if the page there is in memory and a file's, as in a mapped checkpoint."""
+    entry = _pagemap.read(8, address // PAGE_BYTES * 8)
+    return len(entry) == 8 and bool(entry[7] & _OF_FILE)
+
+
+def page_out(address: int, nbytes: int) -> None:
+    """Take the pages there out of memory, if they can be read again from where they came.
+
+    Nothing is lost: what has been written to since stays, where there is no swap space.
+    """
+    end = (address + nbytes) // PAGE_BYTES * PAGE_BYTES
+    start = round_up(address, PAGE_BYTES)
+    if end > start:
+        _libc.madvise(start, end - start, _PAGE_OUT)  # a wish: the file may be another user's
 
 
 def use_huge_pages(ranges: Iterable[tuple[int, int]]) -> None:

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 
 from teraplan.runtime.process.control_groups import limited_groups
 from teraplan.runtime.process.proc_file import ProcFile
@@ -58,12 +60,26 @@ _NAME = 5
 
 def heap_range() -> tuple[int, int]:
     """Address and bytes of the heap that `malloc` grows, all of its mappings; (0, 0) if none."""
-    lines = (line.split(maxsplit=_NAME) for line in _maps.read_all().split("\n"))
-    ranges = [fields[0].split("-") for fields in lines if fields[_NAME:] == ["[heap]"]]
-    if not ranges:
-        return 0, 0
-    start, end = int(ranges[0][0], 16), int(ranges[-1][1], 16)
-    return start, end - start
+    ranges = [(start, end) for start, end, name in _mappings() if name == "[heap]"]
+    return (ranges[0][0], ranges[-1][1] - ranges[0][0]) if ranges else (0, 0)
+
+
+def mappings_with(addresses: Iterable[int]) -> list[tuple[int, int]]:
+    """Address and bytes of each mapping in which one of `addresses` lies."""
+    wanted = sorted(addresses)
+    found = []
+    for start, end, _ in _mappings() if wanted else ():
+        if bisect_left(wanted, start) < bisect_left(wanted, end):
+            found.append((start, end - start))
+    return found
+
+
+def _mappings() -> Iterator[tuple[int, int, str]]:
+    """Start, end and name of each."""
+    for line in _maps.read_all().splitlines():
+        fields = line.split(maxsplit=_NAME)
+        start, _, end = fields[0].partition("-")
+        yield int(start, 16), int(end, 16), fields[_NAME] if len(fields) > _NAME else ""
 
 
 def peak_bytes() -> int:

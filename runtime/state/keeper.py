@@ -199,7 +199,7 @@ class StateKeeper:
             self.state.adopt_parameters(used)
             assert self._not_used is not None
             self._not_used.take_in(to_come)
-            self.take_in_optimizers()
+            self.take_in_optimizers(optimizers)
 
     def _expect_states(
         self, used: Iterable[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]
@@ -232,13 +232,14 @@ class StateKeeper:
             for what in self._slow_paths():
                 fallbacks.allow(what, strict=True)
 
-    def take_in_optimizers(self) -> None:
+    def take_in_optimizers(self, met: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Let state move that was loaded before the first step, or was made in it before there were
-        buckets: or it would count as what stays."""
+        buckets: or it would count as what stays. `met`: optimizers that may be new."""
         if self._steps is None:
             return
         if self._optimizers is None:
             self._optimizers = weakref.WeakSet(census.optimizers())
+        self._optimizers.update(met)
         for optimizer in self._optimizers:
             if optimizer.state:
                 self._steps.take_in(optimizer)

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
+from teraplan.errors import FallbackRefusedError, InfeasibleBudgetError
 from tests.end_to_end.moving import adamw, moving, run_moving
-from tests.end_to_end.training import UNLIMITED, Run, assert_same, run
+from tests.end_to_end.training import MLP, UNLIMITED, Run, assert_same, run
 
 WIDTH, CONTEXT, HEADS, VOCABULARY, BATCH = 256, 64, 4, 300, 8
 
@@ -134,3 +136,24 @@ def test_kernels_are_the_same_under_every_budget(
         torch.use_deterministic_algorithms(deterministic)
     assert moving().arena.total_bytes > 0
     assert_same(reference, limited)
+
+
+@pytest.mark.slow
+def test_graphs_call_kernels_from_python_whatever_inductor_is_told() -> None:
+    """What moves tensors between kernels is Python: errors keep their names."""
+
+    def program(this: Run) -> None:
+        net = MLP(width=WIDTH, depth=2, rows=64)
+        this.compile(net)
+        for step in range(3):
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            this.record(loss, net)
+
+    with inductor_config.patch(cpp_wrapper=True):
+        made = run(program, device_budget=UNLIMITED, kernels="inductor")
+        with pytest.raises(InfeasibleBudgetError):
+            run(program, device_budget=1 << 18, kernels="inductor")
+        with pytest.raises(FallbackRefusedError, match="cpp_wrapper is set"):
+            run(program, device_budget=UNLIMITED, kernels="inductor", strict=True)
+    assert any("cpp_wrapper is set" in text for text in made.statuses[-1].fallbacks)

@@ -223,8 +223,16 @@ def loaded():
 
 measured("torch.save", saved)
 measured("dcp.save", distributed)
+def mapped(what):  # pages of the checkpoint's file that are in memory
+    text = pathlib.Path("/proc/self/smaps").read_text()
+    resident = re.findall(r"both\\.pt\\n(?:.*\\n)*?Rss:\\s+(\\d+) kB", text)
+    assert resident, "small optimizer state is part of it"
+    print(what, sum(map(int, resident)) << 10, 0, flush=True)
+
 measured("torch.load", loaded)
+mapped("loaded")
 step(9)
+mapped("stepped")
 
 def built():
     teraplan.materialize(other, options=options, initialize=lambda module: None)
@@ -235,6 +243,14 @@ with torch.device("meta"):
     other = MLP(width=1024, depth=24, rows=64)
 measured("materialize", built)
 assert all(torch.equal(value, saved[name]) for name, value in other.state_dict().items())
+del saved, optimizer
+
+net = other
+net.compile(backend="teraplan", options=options)
+optimizer = torch.optim.AdamW(net.parameters())
+optimizer.load_state_dict(torch.load(path + "/both.pt", mmap=True)["optimizer"])
+step(0)
+mapped("resumed")
 """
 MIB = 1 << 20
 
@@ -251,3 +267,5 @@ def test_saving_and_loading_take_little_memory(disk: Path) -> None:
     assert resident["dcp.save"] < 96 * MIB, resident
     assert anonymous["torch.load"] < 64 * MIB, anonymous
     assert anonymous["materialize"] < 64 * MIB, anonymous
+    for what in ("loaded", "stepped", "resumed"):
+        assert resident[what] < 2 * MIB, resident

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import teraplan
-from tests.end_to_end.moving import adamw, check, states, training
-from tests.end_to_end.training import MLP
+from tests.end_to_end.moving import STEPS, WIDTH, adamw, check, model, moving, states, training
+from tests.end_to_end.training import MLP, Run
 
 
 def test_a_state_dict_that_is_loaded_again_and_again() -> None:
@@ -53,3 +53,32 @@ def test_state_from_before_it_moves(as_view: bool) -> None:
     large = [kept for kept in held if kept.numel() > 1]
     assert len(stays) == (len(large) if as_view else 0)
     assert all("of an optimizer (192x192, 144.00 KiB)" in text for text in stays)
+
+
+def test_state_loaded_into_a_new_optimizer_moves_before_its_first_step() -> None:
+    """Not behind it: the step would write to all of it where it lies, beside what moves."""
+    found: list[bool] = []
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        large = [state for state in states(optimizer) if state.numel() > WIDTH]
+        found.append(all(moving().arena.block_of(state) is not None for state in large))
+
+    def program(this: Run) -> None:
+        net = model()
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(STEPS):
+            if step == 2:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = adamw(net.parameters())
+                optimizer.load_state_dict(saved)
+                if this.options["training_state"] == "moves":
+                    optimizer.register_step_pre_hook(before)
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net, others=states(optimizer))
+            optimizer.zero_grad()
+
+    check(program)
+    assert found and all(found)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,26 +24,10 @@ from teraplan.runtime.state.memory.gradient_hooks import watch_gradient
 from teraplan.runtime.state.memory.lease import span_nbytes
 from teraplan.runtime.state.memory.movable import is_shared
 from teraplan.runtime.state.memory.move_log import Traffic
+from teraplan.runtime.state.memory.read_files import ReadFiles
+from teraplan.runtime.state.memory.sites import Sites
 from teraplan.values.graph_table import MIN_SLOT_BYTES
 from teraplan.values.step_trace import TensorKind
-
-
-class Sites(Protocol):
-    """What makes sites of a step of the uses of training state, and does there what a plan says."""
-
-    def use(
-        self, blocks: Sequence[Block], bring: Callable[[], None], *, changes: bool, update: bool
-    ) -> None:
-        """Blocks are about to be used, after `bring`."""
-        ...
-
-    def end_use(self, blocks: Sequence[Block], done: Callable[[], None], *, update: bool) -> None:
-        """Blocks have been used, which `done` says."""
-        ...
-
-    def make(self, make: Callable[[], Block]) -> None:
-        """A block is made, and has been used."""
-        ...
 
 
 class TrainingState:
@@ -59,6 +42,7 @@ class TrainingState:
         """Of blocks that small tensors share; 0: there are none."""
         self.limit_bytes = limit_bytes
         """The most memory that it takes while no plan says anything else."""
+        self.read_files = ReadFiles()
         self.sites: Sites | None = None
         self.in_step = False
         """The graph that runs, or has run last, is one whose steps have sites."""
@@ -190,7 +174,9 @@ class TrainingState:
 
     def _copy(self, source: torch.Tensor, sort: Sort, name: str) -> torch.Tensor:
         with self._place(source, sort, name) as made:
-            return made.copy_(source)
+            made.copy_(source)
+        self.read_files.copied(source)
+        return made
 
     @contextmanager
     def _place(self, like: torch.Tensor, sort: Sort, name: str) -> Iterator[torch.Tensor]:

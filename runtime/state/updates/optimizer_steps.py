@@ -162,6 +162,7 @@ class OptimizerSteps:
             return
         if optimizer not in self._handles:
             self._handles[optimizer] = self._hooked(optimizer)
+            self._adopt(optimizer)  # what was loaded before this, its first step here
         before_handle, after_handle, *_ = self._handles[optimizer]
         put_innermost(optimizer, before_handle, after_handle)
 
@@ -351,6 +352,7 @@ class OptimizerSteps:
                 continue
             if self._is_ours(parameter) and parameter in optimizer.state:
                 self._state.adopt_state(optimizer.state[parameter])
+        self._state.read_files.let_go()
 
     def _order_matters(self, optimizer: Optimizer) -> bool:
         """True where state is made, random numbers are drawn, or one memory is updated twice."""
