@@ -23,6 +23,8 @@ _MAX_NODES = 64
 
 _ALSO_FUSED = {
     "aten": (
+        "_unsafe_index",
+        "_unsafe_masked_index",
         "_unsafe_masked_index_put_accumulate",
         "cat",
         "constant_pad_nd",

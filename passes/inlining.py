@@ -8,7 +8,7 @@ a fused kernel reads it, or the formula is long or reads much. Read more than on
 and it gets memory, too, if on a CPU it has a function in it that is slow to compute.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,13 @@ _CHANGING = (ops.acquire, ops.release)
 """What says that it changes what it is given: who reads that computes before it."""
 _ENDS = (ops.save, ops.done, *_CHANGING)
 _ALSO_POINTWISE = frozenset((_aten._to_copy, torch.ops.prims.convert_element_type))
+_FROM_ELSEWHERE = frozenset(
+    (
+        *(_aten.index, _aten._unsafe_index, _aten._unsafe_masked_index, _aten.gather),
+        *(_aten.embedding, _aten.constant_pad_nd, _aten.slice_scatter, _aten.select_scatter),
+    )
+)
+"""Formulas, too: each element of the result is one that is read at another place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ def inlined_nodes(graph: fx.Graph, runs: FusedRuns) -> frozenset[fx.Node]:
     formulas: dict[fx.Node, _Formula] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if not runs.is_fused(node) or not is_pointwise(node):
+        if not runs.is_fused(node) or not (is_pointwise(node) or _reads_elsewhere(node)):
             continue
         formula = _formula(node, formulas)
         if _stays_formula(node, formula, runs) and not _is_cut(node, formula, order):
@@ -69,6 +76,31 @@ def is_pointwise(node: fx.Node) -> bool:
     if getattr(target, "overloadpacket", target) in _ALSO_POINTWISE:
         return True
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def displaced_nodes(graph: fx.Graph, inlined: Set[fx.Node]) -> frozenset[fx.Node]:
+    """Those whose elements follow from some at other places of what is in memory.
+
+    Nothing may be written over what they read.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = map(base_of, node.all_input_nodes)
+        if _reads_elsewhere(node) or any(s in inlined and s in found for s in sources):
+            found.add(node)
+    return frozenset(found)
+
+
+def _reads_elsewhere(node: fx.Node) -> bool:
+    return packet_of(node) in _FROM_ELSEWHERE and not _selects_by_mask(node)
+
+
+def _selects_by_mask(node: fx.Node) -> bool:
+    """True for `x[mask]`, whose size follows from values: a call of PyTorch's own."""
+    values = (source.meta.get("val") for source in node.all_input_nodes[1:])
+    return packet_of(node) is _aten.index and any(
+        isinstance(value, torch.Tensor) and value.dtype is torch.bool for value in values
+    )
 
 
 def _formula(node: fx.Node, formulas: dict[fx.Node, _Formula]) -> _Formula:

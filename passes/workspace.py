@@ -25,10 +25,11 @@ from torch import fx
 
 from teraplan import ops
 from teraplan.passes.aliases import base_of, is_view
+from teraplan.passes.copies import copied_nbytes
 from teraplan.passes.fused_runs import FusedRuns
-from teraplan.passes.inlining import inlined_nodes, is_pointwise
+from teraplan.passes.inlining import displaced_nodes, inlined_nodes, is_pointwise
 from teraplan.passes.read_again import read_again
-from teraplan.passes.size_polynomials import SizePolynomials, peaks, total
+from teraplan.passes.size_polynomials import SizePolynomials, peaks
 from teraplan.passes.symbolic_sizes import SizeNodes
 from teraplan.passes.targets import packet_of
 from teraplan.values.graph_sizes import (
@@ -237,11 +238,11 @@ def _intermediates(
     """What the nodes of a graph leave in memory, from where it is made to its last use."""
     last_use = _last_uses(graph, position, inlined)
     within = read_again(graph, runs, inlined) if runs is not None else frozenset[fx.Node]()
-    pieces = _made_of_pieces(graph, position)
+    pieces, displaced = _made_of_pieces(graph, position), displaced_nodes(graph, inlined)
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method") or is_view(node) or node in inlined:
             continue
-        copied = _copied_nbytes(node, sizes) if runs is None else ()
+        copied = copied_nbytes(node, sizes, fused=runs is not None)
         if copied:
             yield _Span(position[node], position[node], copied)
         nbytes = sizes.nbytes_of(node)
@@ -258,7 +259,7 @@ def _intermediates(
                 start,
                 max(start, last),
                 nbytes,
-                can_overwrite=is_fused and is_pointwise(node),
+                can_overwrite=is_fused and is_pointwise(node) and node not in displaced,
                 is_within_run=ends_in_run,
                 is_apart=node in pieces,
             )
@@ -304,18 +305,7 @@ def _written_in_place(spans: Sequence[_Span]) -> list[_Span]:
     return found
 
 
-def _copied_nbytes(node: fx.Node, sizes: SizePolynomials) -> Polynomial:
-    """What oneDNN's convolutions copy into layouts of their own, while they run.
-
-    Inductor has it in these layouts already.
-    """
-    if packet_of(node) not in _CONVOLUTIONS:
-        return ()
-    return total(sizes.nbytes_of(argument) for argument in node.all_input_nodes)
-
-
 _aten = torch.ops.aten
-_CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
 _SCATTERS = frozenset((_aten.scatter_add, _aten.scatter, _aten.scatter_reduce, _aten.index_put))
 
 

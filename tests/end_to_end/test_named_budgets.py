@@ -43,6 +43,22 @@ class Stylized(nn.Module):
         return result
 
 
+class Mobile(nn.Module):
+    """A depthwise convolution's backward copies what it reads from one layout to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 64, 3, 1, 1), nn.Conv2d(64, 32, 1)
+        self.depthwise = nn.Conv2d(64, 64, 3, 1, 1, groups=64, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self.norms[0](self.first(x)))
+        x = F.silu(self.norms[1](self.depthwise(x)))
+        result: Tensor = self.last(x).square().mean()
+        return result
+
+
 def training(this: Run, make_model: Callable[[], nn.Module] = Pooled) -> None:
     net = make_model()
     this.compile(net)
@@ -70,8 +86,11 @@ def test_a_net_with_batch_norm_and_pooling(kernels: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_net_with_instance_norm() -> None:
-    check_named(functools.partial(training, make_model=Stylized), kernels="inductor")
+@pytest.mark.parametrize("make_model", [Stylized, Mobile])
+def test_a_net_with_instance_norm_and_one_with_depthwise_convolutions(
+    make_model: Callable[[], nn.Module],
+) -> None:
+    check_named(functools.partial(training, make_model=make_model), kernels="inductor")
 
 
 def check_named(program: Program, **options: object) -> None:

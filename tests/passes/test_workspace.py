@@ -97,6 +97,36 @@ def test_convolutions_copy_what_they_read() -> None:
     assert memory_of(graph, fused=True, saved={}).least_bytes == 4 * 4 * 8 * 32
 
 
+@pytest.mark.parametrize(("channels", "groups", "copies"), [(1, 8, 4), (8, 1, 0), (2, 4, 0)])
+def test_the_backward_of_a_depthwise_convolution_copies_what_it_reads(
+    channels: int, groups: int, copies: int
+) -> None:
+    def backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ones, zeros = [1, 1], [0, 0]
+        made = torch.ops.aten.convolution_backward(
+            *(dy, x, w, None, ones, ones, ones, False, zeros, groups, [True, False, False])
+        )
+        result: torch.Tensor = made[0] @ torch.ones(8, 8)
+        return result
+
+    graph = _traced(backward, *[(1, 8, 8, 8)] * 2, (8, channels, 3, 3))
+    one = 4 * 8 * 8 * 8
+    behind = 2 * one + 4 * 8 * 8
+    least = memory_of(graph, fused=True, saved={}).least_bytes
+    assert least == max((1 + copies) * one, behind)
+
+
+def test_what_is_read_at_other_places_is_a_formula() -> None:
+    def padded(x: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        product, places = x @ w, i.argmax(1)
+        return product[places] + product[:, places]
+
+    graph = _traced(padded, *[(16, 16)] * 3)
+    least = memory_of(graph, fused=True, saved={}).least_bytes
+    assert least == 2 * KIB, "the product, and the sum, which is not written over it"
+    assert {"index", "index_1"} <= _inlined(padded, *[(16, 16)] * 3)
+
+
 def test_arithmetic_that_each_kernel_does_anew_is_not_in_memory() -> None:
     def short(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x @ w
