@@ -27,6 +27,7 @@ _CHANGING = (ops.acquire, ops.release)
 """What says that it changes what it is given: who reads that computes before it."""
 _ENDS = (ops.save, ops.done, *_CHANGING)
 _ALSO_POINTWISE = frozenset((_aten._to_copy, torch.ops.prims.convert_element_type))
+_BY_INDEX = (_aten.index, _aten.index_put)
 _FROM_ELSEWHERE = frozenset(
     (
         *(_aten.index, _aten._unsafe_index, _aten._unsafe_masked_index, _aten.gather),
@@ -98,7 +99,7 @@ def _reads_elsewhere(node: fx.Node) -> bool:
 def _selects_by_mask(node: fx.Node) -> bool:
     """True for `x[mask]`, whose size follows from values: a call of PyTorch's own."""
     values = (source.meta.get("val") for source in node.all_input_nodes[1:])
-    return packet_of(node) is _aten.index and any(
+    return packet_of(node) in _BY_INDEX and any(
         isinstance(value, torch.Tensor) and value.dtype is torch.bool for value in values
     )
 
@@ -155,9 +156,18 @@ def _stays_formula(node: fx.Node, formula: _Formula, runs: FusedRuns) -> bool:
 
 def _read_by_kernels_alone(node: fx.Node, runs: FusedRuns) -> bool:
     return bool(node.users) and all(
-        _read_by_kernels_alone(user, runs) if is_view(user) else runs.is_fused(user)
+        _read_by_kernels_alone(user, runs)
+        if is_view(user)
+        else runs.is_fused(user) or _scatters(user, node)
         for user in node.users
     )
+
+
+def _scatters(node: fx.Node, values: fx.Node) -> bool:
+    """True if `node` is a kernel that has `values` from its formula and adds them up elsewhere."""
+    if packet_of(node) is not _aten.index_put or torch.are_deterministic_algorithms_enabled():
+        return False
+    return node.args[2] is values and node.args[0] is not values and not _selects_by_mask(node)
 
 
 def _is_cut(node: fx.Node, formula: _Formula, order: Mapping[fx.Node, int]) -> bool:

@@ -127,6 +127,21 @@ def test_what_is_read_at_other_places_is_a_formula() -> None:
     assert {"index", "index_1"} <= _inlined(padded, *[(16, 16)] * 3)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_scatter_has_what_it_adds_from_its_formula(deterministic: bool) -> None:
+    """Where PyTorch's own kernel adds up in a fixed order, it reads memory."""
+
+    def scatter(x: torch.Tensor, w: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(8, 16).index_put((i.argmax(1) // 2,), (x @ w) * 2, accumulate=True)
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        assert ("mul" in _inlined(scatter, *[(16, 16)] * 3)) != deterministic
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def test_arithmetic_that_each_kernel_does_anew_is_not_in_memory() -> None:
     def short(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = x @ w
