@@ -76,7 +76,7 @@ def mappings_with(addresses: Iterable[int]) -> list[tuple[int, int]]:
 
 def _mappings() -> Iterator[tuple[int, int, str]]:
     """Start, end and name of each."""
-    for line in _maps.read_all().splitlines():
+    for line in _maps.read_all().split("\n")[:-1]:
         fields = line.split(maxsplit=_NAME)
         start, _, end = fields[0].partition("-")
         yield int(start, 16), int(end, 16), fields[_NAME] if len(fields) > _NAME else ""
