@@ -9,24 +9,18 @@ is no option is an error everywhere: a misspelt budget must not be a run without
 """
 
 import dataclasses
-import difflib
 import math
 import operator
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex, cast
 
 from teraplan.errors import ConfigError
+from teraplan.option_sources import check_name, shown, sources
 from teraplan.units import format_nbytes, parse_nbytes
-
-PREFIX = "TERAPLAN_"
-"""Start of the name of every environment variable that is read."""
-FILE_VARIABLE = "TERAPLAN_CONFIG"
-"""Names a TOML file with the same options."""
 
 _PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
 _BUDGET_FORMS = '"2GiB", "500 MB", a whole number of bytes, or a percentage such as "60%"'
@@ -172,14 +166,12 @@ class Config:
         An empty environment variable counts as one that is not set.
         """
         values: dict[str, Any] = {}
-        file = environ.get(FILE_VARIABLE)
-        if file:
-            values.update(_read_file(Path(file)))
-        values.update(_read_environ(environ))
+        for name, value, source in sources(environ, _PARSERS):
+            values[name] = _parse(name, value, source)
         if not isinstance(options, Mapping | None):
             raise ConfigError(f"options is {options!r}; expected a dict")
         for name, value in cast("Mapping[str, object]", options or {}).items():
-            _check_name(name, "option", _PARSERS)
+            check_name(name, "option", _PARSERS)
             values[name] = _parse(name, value, f"option {name}")
         return cls(**values)
 
@@ -336,65 +328,4 @@ def _parse(name: str, value: object, source: str) -> object:
     try:
         return _PARSERS[name](value)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {_shown(value)} is not accepted: {error}") from error
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _check_name(name: object, what: str, known: Iterable[str]) -> None:
-    """Raises a ConfigError with the nearest known name unless `name` is one of `known`."""
-    names = list(known)
-    if name in names:
-        return
-    by_lower = {known_name.lower(): known_name for known_name in names}
-    # Only what differs is compared: with the common prefix every variable resembles every other.
-    short = {lower.removeprefix(PREFIX.lower()): full for lower, full in by_lower.items()}
-    wanted = str(name).lower().removeprefix(PREFIX.lower()).replace("-", "_")
-    near = difflib.get_close_matches(wanted, short, n=1, cutoff=0.5)
-    hint = f"; did you mean {short[near[0]]}?" if near else ""
-    raise ConfigError(f"{what} {_shown(name)} does not exist{hint} (there are {', '.join(names)})")
-
-
-def _read_environ(environ: Mapping[str, str]) -> Iterator[tuple[str, object]]:
-    """Each option that the environment sets, with its value."""
-    variables = {PREFIX + name.upper(): name for name in _PARSERS}
-    for variable in sorted(environ):
-        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
-            continue
-        _check_name(variable, "environment variable", [*variables, FILE_VARIABLE])
-        text = environ[variable]
-        if not text.strip():
-            continue
-        name = variables[variable]
-        value = text.split(os.pathsep) if name == "storage" else text
-        yield name, _parse(name, value, f"environment variable {variable}")
-
-
-def _read_file(path: Path) -> Iterator[tuple[str, object]]:
-    """Each option that a TOML file sets, with its value."""
-    try:
-        text = path.expanduser().read_text(encoding="utf-8-sig")
-        table = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror} ({FILE_VARIABLE} names this file)"
-        ) from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{path}: line {line}: is not UTF-8") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from error
-    for name, value in table.items():
-        place = f"{path}: line {_line_of(name, text)}:"
-        _check_name(name, f"{place} option", _PARSERS)
-        yield name, _parse(name, value, f"{place} option {name}")
-
-
-def _line_of(name: str, text: str) -> int:
-    """Number of the first line of a TOML text that sets the key or opens the table `name`."""
-    pattern = re.compile(rf"\s*\[*\s*[\"']?{re.escape(name)}[\"']?\s*[\].=]")
-    lines = text.splitlines()
-    return next((number for number, line in enumerate(lines, 1) if pattern.match(line)), 1)
+        raise ConfigError(f"{source}: {shown(value)} is not accepted: {error}") from error

@@ -11,19 +11,17 @@ import codecs
 import io
 import json
 import os
-import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, final
+from typing import final
 
+from teraplan.bounded_file import pieces
 from teraplan.errors import FileFormatError
 from teraplan.files.whole_file import whole_file
 
 MAX_FILE_NBYTES = 1 << 30
 """Larger files are refused unread; a trace of 250 000 sites takes about 40 MB."""
-_PIECE_NBYTES = 1 << 20
 MAX_INT = (1 << 62) - 1
 """Bytes and nanoseconds beyond this (146 years) are refused, so that sums of a few fit 64 bits."""
 MAX_TEXT = 1 << 16
@@ -44,27 +42,6 @@ def write_object(value: dict[str, object], path: Path) -> None:
         file.writelines(_lines(value))
         file.flush()
         os.fsync(file.fileno())
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """The file at `path`, of no more than `MAX_FILE_NBYTES` as far as its size is known.
-
-    Raises:
-        FileFormatError: it is too large, a device or a folder, or cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if stat.S_ISCHR(found.st_mode) or stat.S_ISBLK(found.st_mode):
-                raise FileFormatError(f"{path}: is a device, not a file")
-            if found.st_size > MAX_FILE_NBYTES:
-                raise FileFormatError(
-                    f"{path}: has {found.st_size} bytes; files over {MAX_FILE_NBYTES} are not read"
-                )
-            yield file
-    except OSError as error:
-        raise FileFormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def load_object(path: Path, schema: str, versions: Sequence[int]) -> "Node":
@@ -108,15 +85,11 @@ def require_schema(root: "Node", schema: str, versions: Sequence[int]) -> "Node"
 
 def _text(path: Path) -> str:
     """The text of a file, of whose bytes few are in memory at a time."""
-    text, decoder, nbytes = io.StringIO(), codecs.getincrementaldecoder("utf-8")(), 0
+    text, decoder = io.StringIO(), codecs.getincrementaldecoder("utf-8")()
     try:
-        with _opened(path) as file:
-            while piece := file.read(_PIECE_NBYTES):
-                nbytes += len(piece)
-                if nbytes > MAX_FILE_NBYTES:
-                    raise FileFormatError(f"{path}: has more than {MAX_FILE_NBYTES} bytes")
-                text.write(decoder.decode(piece))
-            text.write(decoder.decode(b"", final=True))
+        for piece in pieces(path, MAX_FILE_NBYTES):
+            text.write(decoder.decode(piece))
+        text.write(decoder.decode(b"", final=True))
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path}: is not JSON: {error}") from error
     return text.getvalue()

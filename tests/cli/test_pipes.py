@@ -3,12 +3,14 @@
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from teraplan import bounded_file
 from teraplan.cli import main
 from teraplan.files.plan_file import write_plan
 from teraplan.files.trace_file import write_trace
@@ -67,6 +69,56 @@ def test_devices_are_not_read(command: str, files: Files, capsys: Captured) -> N
     arguments = [files.plan] if command == "simulate" else []
     assert main([command, *arguments, "/dev/zero"]) == 2
     assert_one_line(capsys, "" if arguments else "/dev/zero: is a device, not a file")
+
+
+def test_a_pipe_that_nobody_writes_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(bounded_file, "WRITER_WAIT_S", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with rescued(pipe):
+        assert main(["check", str(pipe)]) == 2
+    assert_one_line(capsys, f"{pipe}: is a pipe, and nobody writes to it")
+
+
+@pytest.mark.parametrize(("comes_s", "writes_s"), [(0.3, 0.0), (0.0, 0.8)])
+def test_who_writes_to_a_pipe_may_come_late_and_be_slow(
+    comes_s: float, writes_s: float, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has not written when the wait for a writer ends is waited for still."""
+    monkeypatch.setattr(bounded_file, "WRITER_WAIT_S", 20.0 if comes_s else 0.4)
+    pipe = files.out / "pipe"
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        time.sleep(comes_s)
+        with pipe.open("wb") as file:
+            time.sleep(writes_s)
+            file.write(Path(files.plan).read_bytes())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert main(["check", str(pipe)]) == 0
+    writer.join(20)
+
+
+@contextmanager
+def rescued(pipe: Path) -> Iterator[None]:
+    """A reader of the pipe that waits for a writer gets one after a while."""
+
+    def write() -> None:
+        if not done.wait(5):
+            os.close(os.open(pipe, os.O_RDWR))
+
+    done = threading.Event()
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield
+    finally:
+        done.set()
+        writer.join(20)
 
 
 def test_links_and_pipes_stay_what_they_are(files: Files) -> None:

@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from teraplan import bounded_file
 from teraplan.config import Budget, Config, option_names
 from teraplan.errors import ConfigError
 
@@ -284,6 +286,34 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         Config.from_env({"TERAPLAN_CONFIG": str(path)})
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
         Config.from_env({"TERAPLAN_CONFIG": str(tmp_path)})
+
+
+def test_only_small_files_are_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "huge.toml"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    for name, problem in ((str(path), "has 1099511627776 bytes"), ("/dev/zero", "is a device")):
+        with pytest.raises(ConfigError, match=rf"{name}: {problem}.* \(TERAPLAN_CONFIG names"):
+            Config.from_env({"TERAPLAN_CONFIG": name})
+
+
+def test_a_pipe_that_nobody_writes_to_is_no_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_file, "WRITER_WAIT_S", 0.1)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"is a pipe, and nobody writes to it \(TERAPLAN_CONFIG"):
+        Config.from_env({"TERAPLAN_CONFIG": str(path)})
+
+
+def test_a_file_through_a_pipe(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=lambda: path.write_text("strict = true\n"))
+    writer.start()
+    assert Config.from_env({"TERAPLAN_CONFIG": str(path)}).strict
+    writer.join(20)
 
 
 def test_replaying_a_plan_contradicts_a_policy() -> None:
