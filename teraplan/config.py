@@ -16,10 +16,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsIndex, cast
+from typing import Any, Literal, Self, SupportsIndex, TypeGuard, cast
 
 from teraplan.errors import ConfigError
-from teraplan.option_sources import check_name, shown, sources
+from teraplan.option_sources import check_name, expanded, shown, sources
 from teraplan.units import format_nbytes, parse_nbytes
 
 _PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
@@ -42,8 +42,8 @@ class Budget:
         if (self.nbytes is None) == (self.percent is None):
             raise ConfigError("a budget is either a number of bytes or a percentage")
         value = self.nbytes if self.nbytes is not None else self.percent
-        if value is None or not math.isfinite(value) or value < 0:
-            raise ConfigError(f"a budget cannot be {value}; write {_BUDGET_FORMS}")
+        if value is None or not _is_finite(value) or value < 0:
+            raise ConfigError(f"a budget cannot be {shown(value)}; write {_BUDGET_FORMS}")
 
     @classmethod
     def parse(cls, value: object) -> Self:
@@ -62,9 +62,12 @@ class Budget:
                 return cls(nbytes=parse_nbytes(value))
             except ValueError as error:
                 raise ConfigError(f"expected {_BUDGET_FORMS}") from error
-        if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        if not isinstance(value, SupportsIndex) or isinstance(value, bool):
+            raise ConfigError(f"expected {_BUDGET_FORMS}")
+        try:
             return cls(nbytes=operator.index(value))
-        raise ConfigError(f"expected {_BUDGET_FORMS}")
+        except TypeError as error:  # a tensor or an array that is not one whole number
+            raise ConfigError(f"expected {_BUDGET_FORMS}") from error
 
     def resolve(self, unlimited_peak_bytes: int) -> int:
         """Bytes of this budget, where the step with nothing moved has this peak."""
@@ -169,7 +172,7 @@ class Config:
         for name, value, source in sources(environ, _PARSERS):
             values[name] = _parse(name, value, source)
         if not isinstance(options, Mapping | None):
-            raise ConfigError(f"options is {options!r}; expected a dict")
+            raise ConfigError(f"options is {shown(options)}; expected a dict")
         for name, value in cast("Mapping[str, object]", options or {}).items():
             check_name(name, "option", _PARSERS)
             values[name] = _parse(name, value, f"option {name}")
@@ -179,6 +182,13 @@ class Config:
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """The configuration from the environment (default: this process's) alone."""
         return cls.resolve(None, os.environ if environ is None else environ)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def option_names() -> tuple[str, ...]:
@@ -191,8 +201,13 @@ def _values_of(config: Config) -> Iterator[tuple[str, object]]:
         yield name, getattr(config, name)
 
 
+def _is_word(value: object, *words: str) -> TypeGuard[str]:
+    """Whether it is one of `words`; arrays are not compared, which would give arrays."""
+    return isinstance(value, str) and value in words
+
+
 def _optional_budget(value: object) -> Budget | None:
-    return None if value is None or value == "auto" else Budget.parse(value)
+    return None if value is None or _is_word(value, "auto") else Budget.parse(value)
 
 
 def _device_budget(value: object) -> Budget | None:
@@ -215,10 +230,7 @@ def _path(value: object) -> str:
     text = os.fsdecode(cast("str | os.PathLike[str]", value))
     if not text.strip() or "\0" in text:
         raise ConfigError("expected a path")
-    try:
-        return str(Path(text).expanduser().absolute())
-    except RuntimeError as error:
-        raise ConfigError(f"{text}: there is no such user's home directory") from error
+    return str(expanded(Path(text)).absolute())
 
 
 def _storage(value: object) -> tuple[str, ...]:
@@ -234,15 +246,15 @@ def _storage(value: object) -> tuple[str, ...]:
 
 
 def _plan(value: object) -> str:
-    return "auto" if value == "auto" else _path(value)
+    return "auto" if _is_word(value, "auto") else _path(value)
 
 
 def _profile_steps(value: object) -> int:
     text = value.strip() if isinstance(value, str) else value
     if isinstance(text, str) and re.fullmatch(r"\d{1,9}", text):
         text = int(text)
-    if not isinstance(text, int) or isinstance(text, bool) or text < 1:
-        raise ConfigError("expected a whole number of at least 1")
+    if not isinstance(text, int) or isinstance(text, bool) or not 1 <= text < 10**9:
+        raise ConfigError("expected a whole number of at least 1, of at most nine digits")
     return text
 
 
@@ -254,7 +266,7 @@ def _policy(value: object) -> str:
 
 def _one_of(*words: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
-        if not isinstance(value, str) or value not in words:
+        if not _is_word(value, *words):
             raise ConfigError(f"expected one of {', '.join(words)}")
         return value
 
@@ -262,7 +274,7 @@ def _one_of(*words: str) -> Callable[[object], str]:
 
 
 def _host_updates(value: object) -> object:
-    if value in ("never", "auto"):
+    if _is_word(value, "never", "auto"):
         return value
     text = value.strip() if isinstance(value, str) else value
     if isinstance(text, str):

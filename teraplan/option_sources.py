@@ -48,15 +48,35 @@ def check_name(name: object, what: str, known: Iterable[str]) -> None:
     by_lower = {known_name.lower(): known_name for known_name in names}
     # Only what differs is compared: with the common prefix every variable resembles every other.
     short = {lower.removeprefix(PREFIX.lower()): full for lower, full in by_lower.items()}
-    wanted = str(name).lower().removeprefix(PREFIX.lower()).replace("-", "_")
+    wanted = (
+        (name if isinstance(name, str) else "")
+        .lower()
+        .removeprefix(PREFIX.lower())
+        .replace("-", "_")
+    )
     near = difflib.get_close_matches(wanted, short, n=1, cutoff=0.5)
     hint = f"; did you mean {short[near[0]]}?" if near else ""
     raise ConfigError(f"{what} {shown(name)} does not exist{hint} (there are {', '.join(names)})")
 
 
+def expanded(path: Path) -> Path:
+    """`path` with the home directory in the place of `~`.
+
+    Raises:
+        ConfigError: there is no such home directory.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: there is no such user's home directory") from error
+
+
 def shown(value: object) -> str:
     """A value that a user wrote, as an error shows it."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python's own, of an integer with thousands of digits
+        text = "a number of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -80,13 +100,16 @@ def _in_file(path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, object, 
     try:
         text = _text(path)
         table = tomllib.loads(text)
-    except FileFormatError as error:
+    except (ConfigError, FileFormatError) as error:
         raise ConfigError(f"{error} ({FILE_VARIABLE} names this file)") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}: line {line}: is not UTF-8") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: is not TOML: {error}") from error
+    except ValueError as error:  # Python's own, as where a value is shown
+        message = f"{path}: is not TOML that is read here: a number has thousands of digits"
+        raise ConfigError(message) from error
     for name, value in table.items():
         place = f"{path}: line {_line_of(name, text)}:"
         check_name(name, f"{place} option", names)
@@ -94,7 +117,7 @@ def _in_file(path: Path, names: tuple[str, ...]) -> Iterator[tuple[str, object, 
 
 
 def _text(path: Path) -> str:
-    data = b"".join(pieces(path.expanduser(), MAX_FILE_NBYTES))
+    data = b"".join(pieces(expanded(path), MAX_FILE_NBYTES))
     return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
 
 
