@@ -218,7 +218,11 @@ def _device_budget(value: object) -> Budget | None:
 
 
 def _size(value: object) -> Budget | None:
-    budget = _optional_budget(value)
+    try:
+        budget = _optional_budget(value)
+    except ConfigError as error:
+        message = 'expected a size such as "500GB", or a whole number of bytes'
+        raise ConfigError(message) from error
     if budget is not None and budget.nbytes is None:
         raise ConfigError('expected a size such as "500GB", not a percentage')
     return budget

@@ -128,6 +128,14 @@ def test_wrong_budget_names_option_value_and_forms(name: str, value: object) -> 
         Config.resolve({name: value}, {})
 
 
+@pytest.mark.parametrize("value", ["", -1, True, "much", "60%", [1]])
+@pytest.mark.parametrize("name", ["daily_writes", "endurance"])
+def test_wrong_size_suggests_no_percentage(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf'option {name}: .* a size such as "500GB"') as caught:
+        Config.resolve({name: value}, {})
+    assert 'such as "60%"' not in str(caught.value)
+
+
 @pytest.mark.parametrize("value", [0, "0", "0%", "0 GiB"])
 def test_zero_is_a_host_budget_but_no_device_budget(value: object) -> None:
     host = Config.resolve({"host_budget": value}, {}).host_budget
