@@ -13,6 +13,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--storage",
         type=Path,
         nargs="+",
+        action="extend",
         default=[],
         metavar="DIR",
         help="storage directories to be measured",
