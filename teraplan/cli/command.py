@@ -93,6 +93,11 @@ def read_as_it_is(path: Path) -> tuple[Plan, tuple[str, ...]]:
         FileFormatError: if the file is no plan file or run file.
     """
     plan, _ = read_plan_or_runs(path)
+    return predicted_as_it_is(plan, path)
+
+
+def predicted_as_it_is(plan: Plan, path: Path) -> tuple[Plan, tuple[str, ...]]:
+    """The same of a plan that has been read from the file at `path`."""
     found = check_plan(plan)
     broken = broken_rules(found)
     if broken:

@@ -3,8 +3,10 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, Command, emit, emit_json, read_as_it_is
+from teraplan.cli.command import DONE, Command, emit, emit_json, predicted_as_it_is
+from teraplan.files.run_file import read_plan_or_runs
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
+from teraplan.report.run_text import runs_json, runs_text
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,12 +17,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    plan, notes = read_as_it_is(options.plan)
+    plan, runs = read_plan_or_runs(options.plan)
+    plan, notes = predicted_as_it_is(plan, options.plan)
     if options.json:
-        emit_json(plan_json(plan, everything=options.all) | {"notes": notes})
+        facts = plan_json(plan, everything=options.all) | {"notes": notes}
+        emit_json(facts | {"runs": runs_json(plan, runs) if runs else None})
     else:
         text = plan_details(plan) if options.all else plan_screen(plan)
-        emit("\n".join([*notes, text]))
+        emit("\n".join([*notes, text, *(["", runs_text(plan, runs)] if runs else [])]))
     return DONE
 
 
@@ -30,7 +34,8 @@ COMMAND = Command(
     description=(
         "Prints what a plan does: budgets and peaks of each tier, the predicted step beside\n"
         "the ideal one, device memory over the step, and each decision with its reason.\n"
-        "Identical layers are folded: blocks.*.mlp x12 are twelve, blocks.{0-5}.mlp only some."
+        "Identical layers are folded: blocks.*.mlp x12 are twelve, blocks.{0-5}.mlp only some.\n"
+        "Given a run file, the steps as they ran are set beside the prediction."
     ),
     example="teraplan show plan.json",
     add_arguments=_add_arguments,

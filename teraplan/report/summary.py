@@ -1,6 +1,7 @@
 """A plan in a few lines: the runtime's banner at the first step and `teraplan.status()`."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from teraplan.report.folding import Fold, layer_fold, node_label
 from teraplan.report.table import shorten
@@ -116,14 +117,17 @@ def step_line(plan: Plan) -> str:
 
 def top_stalls(plan: Plan, limit: int = 3) -> list[str]:
     """The longest waits with the tensors that they are for, longest first."""
-    stalls = sorted(plan.prediction.stall_ns.items(), key=lambda item: (-item[1], item[0]))
-    words = [
-        f"{format_ns(stall_ns)} {shorten(tensor_label(plan.trace.tensors[tensor_id]), 28)}"
-        for tensor_id, stall_ns in stalls[:limit]
-    ]
-    rest = stalls[limit:]
+    stalls = sorted(plan.prediction.stall_ns.items())
+    return longest_waits(((ns, tensor_label(plan.trace.tensors[i])) for i, ns in stalls), limit)
+
+
+def longest_waits(waits: Iterable[tuple[int, str]], limit: int = 3) -> list[str]:
+    """The longest waits, longest first, each of so many ns for the tensor of that label."""
+    ordered = sorted(waits, key=lambda wait: -wait[0])
+    words = [f"{format_ns(wait_ns)} {shorten(label, 28)}" for wait_ns, label in ordered[:limit]]
+    rest = ordered[limit:]
     if rest:
-        words.append(f"{format_ns(sum(ns for _, ns in rest))} for {len(rest)} more")
+        words.append(f"{format_ns(sum(ns for ns, _ in rest))} for {len(rest)} more")
     return words
 
 

@@ -15,8 +15,9 @@ from teraplan.cli.entry import COMMANDS
 from teraplan.files.plan_file import write_plan
 from teraplan.files.trace_file import write_trace
 from teraplan.planners import as_it_is, with_choices_of
+from teraplan.values.hardware import Tier
 from tests.cli.example_files import Captured, Files, assert_one_line, loaded, python
-from tests.report.example_plan import DISK, make_plan
+from tests.report.example_plan import DISK, make_plan, make_run
 from tests.report.golden import assert_golden
 
 
@@ -54,9 +55,32 @@ def test_show(files: Files, capsys: Captured) -> None:
     assert_golden("show.txt", capsys.readouterr().out.removesuffix("\n"))
 
 
-def test_show_takes_a_run_file(files: Files, capsys: Captured) -> None:
-    assert main(["show", files.run, "--all"]) == 0
-    assert_golden("show_all.txt", capsys.readouterr().out.removesuffix("\n"))
+@pytest.mark.parametrize("arguments", [[], ["--all"]])
+def test_show_of_a_run_file_ends_with_what_happened(
+    arguments: list[str], files: Files, capsys: Captured
+) -> None:
+    assert main(["show", files.plan, *arguments]) == 0
+    planned = capsys.readouterr().out
+    assert main(["show", files.run, *arguments]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{planned}\n")
+    assert_golden("show_run.txt", text.removeprefix(f"{planned}\n").removesuffix("\n"))
+
+
+def test_show_json_of_a_run_file(files: Files, capsys: Captured) -> None:
+    plan = make_plan()
+    assert main(["show", files.plan, "--json"]) == 0
+    planned = loaded(capsys)
+    assert planned.pop("runs") is None
+    assert main(["show", files.run, "--json"]) == 0
+    facts = loaded(capsys)
+    runs = facts.pop("runs")
+    assert facts == planned
+    assert runs["steps"] == [7, 8]
+    assert runs["step_ns"]["predicted"] == plan.prediction.step_ns
+    assert runs["step_ns"]["median"] == make_run(plan).duration_ns
+    assert runs["mean_wait_ns"] == {"g0.c8/gelu_1": 4_000_000}
+    assert runs["host_out_bytes"]["most"] == plan.prediction.out_bytes[Tier.HOST]
 
 
 def test_show_json(files: Files, capsys: Captured) -> None:

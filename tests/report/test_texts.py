@@ -12,13 +12,15 @@ from teraplan.report.machine_text import facts_json, facts_text, links_json, lin
 from teraplan.report.memory_chart import memory_chart, sampled_intervals
 from teraplan.report.plan_changes import all_layers, changes_json, changes_text, plan_changes
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
+from teraplan.report.run_text import runs_text
 from teraplan.report.summary import plan_banner, top_stalls
 from teraplan.report.table import to_ascii
 from teraplan.units import GIB
 from teraplan.values.hardware import Budgets, Tier
 from teraplan.values.plan import Plan
+from teraplan.values.run_record import TRAINING_STATE, StallRecord
 from teraplan.values.step_trace import StepTrace
-from tests.report.example_plan import DISK, LINK, make_other_plan, make_plan
+from tests.report.example_plan import DISK, LINK, make_other_plan, make_plan, make_run
 from tests.report.golden import assert_golden
 
 
@@ -69,6 +71,17 @@ def test_screen_says_what_of_the_host_budget_is_for_staging(plan: Plan) -> None:
     staged = replace(plan, hardware=replace(plan.hardware, staging_bytes=256 << 20))
     (line,) = set(plan_screen(staged).splitlines()) - set(plan_screen(plan).splitlines())
     assert line.split() == ["of", "it", "for", "staging", "256.00", "MiB"]
+
+
+def test_steps_as_they_ran_in_words(plan: Plan) -> None:
+    run = replace(make_run(plan), stalls=())
+    assert runs_text(plan, [run]).startswith("As it ran in step 7\n")
+    text = runs_text(plan, [run, replace(run, step=9)])
+    assert text.startswith("As it ran in 2 of the steps 7 to 9\n")
+    assert "\nWaits" not in text
+    stall = StallRecord(site=3, tensor=TRAINING_STATE, start_ns=0, duration_ns=5_000_000)
+    text = runs_text(plan, [run, replace(run, step=8, stalls=(stall,))])
+    assert text.endswith("\nWaits  2.50 ms training state")
 
 
 def test_details(plan: Plan) -> None:
