@@ -1,6 +1,7 @@
 """The documents agree with the code: fields of files, links between documents, folders, targets."""
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -39,6 +40,15 @@ def test_plan_document_names_every_field() -> None:
     wanted = fields_of(Migration, HostUpdate, Prediction, Budgets, Hardware, HostCores, Link)
     wanted |= fields_of(RunRecord)
     assert wanted <= words_in_code("plan-file.md") | {"tier"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_sentence_goes_on_in_what_follows_it(document: Path) -> None:
+    """What ends in the middle of a sentence has a table, a list or code below it."""
+    blocks = document.read_text().split("\n\n")
+    for block, after in itertools.pairwise(blocks):
+        if re.search(r"(,|\b(or|and|of|the))$", block):
+            assert after.startswith(("|", "- ", "1. ", "    ", "```")), block
 
 
 def test_documented_versions_are_the_current_ones() -> None:
