@@ -178,6 +178,7 @@ def test_refuses_missing_fields(plan_path: Path, field: str) -> None:
         (b'{"a":' * 200_000, "nested too deeply"),
         (b'{"schema_version": 1.5}', "has the number 1.5; only integers"),
         (b'{"schema_version": NaN}', "has the number NaN"),
+        (b'{"schema_version": -0}', "has the number -0; write 0"),
         (b'{"schema": "a", "schema": "b"}', 'has the field "schema" twice'),
         (b'{"schema_version": ' + b"9" * 10_000 + b"}", "a number has thousands of digits"),
     ],
