@@ -234,7 +234,12 @@ def _path(value: object) -> str:
     text = os.fsdecode(cast("str | os.PathLike[str]", value))
     if not text.strip() or "\0" in text:
         raise ConfigError("expected a path")
-    return str(expanded(Path(text)).absolute())
+    try:
+        return str(expanded(Path(text)).absolute())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{text}: the working directory is gone; give an absolute path"
+        ) from error
 
 
 def _storage(value: object) -> tuple[str, ...]:

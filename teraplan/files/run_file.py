@@ -1,6 +1,6 @@
 """RunRecords <-> JSON: a plan and what happened in the steps that ran under it.
 
-    {"schema": "teraplan.runs", "schema_version": 6, "plan": {...}, "runs": [{"step": 7, ...}, ...]}
+    {"schema": "teraplan.runs", "schema_version": 7, "plan": {...}, "runs": [{"step": 7, ...}, ...]}
 
 One step per line. Transfers and stalls are rows of columns in the order of the classes' fields.
 """
@@ -20,9 +20,10 @@ SCHEMA = "teraplan.runs"
 # 3 (2026-11): version 3 of plans.
 # 4 (2026-11): version 4 of plans.
 # 5 (2026-11): version 5 of plans.
-# 6 (2026-11): version 6 of plans.
-SCHEMA_VERSION = 6
-READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
+# 6 (2026-11): version 6 of plans; for some days of version 7, too.
+# 7 (2026-11): version 7 of plans.
+SCHEMA_VERSION = 7
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
 
 _INTS = ("step", "duration_ns", "device_peak_bytes", "managed_peak_bytes")
 _COLUMNS = ("site_start_ns", "managed_bytes")

@@ -286,6 +286,16 @@ def test_refuses_a_split_of_what_goes_to_the_host(plan_path: Path) -> None:
         read_plan(plan_path)
 
 
+def test_reads_version_6() -> None:
+    folder = Path(__file__).parents[1] / "compat"
+    plan, runs = read_runs(folder / "runs_v6.json")
+    assert read_plan(folder / "plan_v6.json") == plan
+    assert check_plan(plan) == ()
+    assert plan.trace.fingerprint.chunk_bytes == 1 << 20
+    assert plan.storage_pace is None
+    assert len(runs) == 1
+
+
 def test_reads_version_5() -> None:
     folder = Path(__file__).parents[1] / "compat"
     plan, runs = read_runs(folder / "runs_v5.json")

@@ -331,3 +331,15 @@ def test_updates_are_in_the_backward_or_on_the_host() -> None:
         Config.resolve({"update": "never"}, {})
     with pytest.raises(ConfigError, match=r"host_updates 0.5 is in the step; set one of them"):
         Config.resolve({"update": "gradient", "host_updates": 0.5}, {})
+
+
+def test_a_relative_path_in_a_working_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="spill: the working directory is gone"):
+        Config.resolve({"storage": "spill"}, {})
+    assert Config.resolve({"storage": "/spill"}, {}).storage == ("/spill",)
