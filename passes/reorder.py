@@ -27,9 +27,9 @@ def advance_products(graph: fx.Graph) -> None:
         if views is None:
             run = []
             continue
+        run = [other for other in run if other not in views]
         for moved in (*views, node):
             run[0].prepend(moved)
-        run = [other for other in run if other not in views]
 
 
 def _own_views(product: fx.Node, run: Sequence[fx.Node]) -> list[fx.Node] | None:

@@ -65,6 +65,39 @@ def test_convnet_with_batch_norm() -> None:
     check(program, *FEWER)
 
 
+class Attention(nn.Module):
+    """Its heads are views of one product; PyTorch's own kernel drops some of what they attend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        q, k, v = heads
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        out: Tensor = self.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + out
+
+
+def test_attention_with_dropout_in_two_layers() -> None:
+    def batch(step: int) -> Sequence[Any]:
+        torch.manual_seed(step)
+        return (torch.randn(4, 64, 64),)
+
+    check(training(TwoLayers, batch), 0.5)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x)).square().mean()
+        return result
+
+
 @pytest.mark.slow
 def test_mixer() -> None:
     config = mixer.MixerConfig(num_layers=2, width=64)
