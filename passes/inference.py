@@ -12,17 +12,17 @@ from typing import Any
 from torch import fx
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._guards import TracingContext
-from torch._inductor.compile_fx import compile_fx_inner
 
 from teraplan.passes.finish import finish
 from teraplan.passes.insert_state_sites import insert_inference_sites
+from teraplan.passes.masked_tails import compile_kernels
 
 
 def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's own compiler of one graph; where that has no backward, the ops come in before."""
     if kwargs.get("is_inference"):
         _insert(gm, kwargs.get("static_input_idxs") or ())
-    return compile_fx_inner(gm, inputs, **kwargs)
+    return compile_kernels(gm, inputs, **kwargs)
 
 
 def compile_eagerly(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

@@ -22,11 +22,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from teraplan.passes.aliases import base_of
+from teraplan.passes.masked_tails import compile_kernels
 from teraplan.passes.targets import packet_of
 from teraplan.passes.workspace import nbytes_of, workspace_nbytes
 from teraplan.values.graph_table import MIN_SLOT_BYTES, Recipe
@@ -302,7 +302,7 @@ def compile_recipe(program: str, *, fused: bool) -> CompiledRecipe:
     FakeTensorProp(module, fake_mode).propagate_dont_convert_inputs(*inputs)
     copied = module.graph.output_node().prev
     if fused:
-        compiled: Any = compile_fx_inner(module, inputs)
+        compiled: Any = compile_kernels(module, inputs)
 
         def run(values: Sequence[torch.Tensor], result: torch.Tensor) -> None:
             compiled([*values, result])

@@ -157,3 +157,42 @@ def test_graphs_call_kernels_from_python_whatever_inductor_is_told() -> None:
         with pytest.raises(FallbackRefusedError, match="cpp_wrapper is set"):
             run(program, device_budget=UNLIMITED, kernels="inductor", strict=True)
     assert any("cpp_wrapper is set" in text for text in made.statuses[-1].fallbacks)
+
+
+class Causal(nn.Module):
+    """A row of the padded is 770 elements: of the last 2, a kernel may read 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.mixed = nn.Embedding(64, 96), nn.Conv1d(96, 96, 1)
+        self.dilated = nn.Conv1d(96, 96, 2, dilation=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x).transpose(1, 2)
+        result: Tensor = self.dilated(F.pad(h + self.mixed(h), (2, 0))).square().mean()
+        return result
+
+
+@pytest.mark.slow
+def test_no_kernel_reads_behind_the_end_of_a_tensor() -> None:
+    """Memory ends there, so it would be the end of the process."""
+
+    def program(this: Run) -> None:
+        net = Causal()
+        this.compile(net)
+        optimizer = adamw(net.parameters())
+        for step in range(6):
+            torch.manual_seed(step)
+            loss = net(torch.randint(0, 64, (12, 768)))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        reference = run(program, device_budget=UNLIMITED, kernels="inductor")
+        assert_same(reference, run_moving(program, 24 << 20, kernels="inductor"))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
