@@ -9,6 +9,7 @@ from teraplan.values.graph_sizes import Polynomial
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
+_DIMS_OF_IMAGES = 4
 _GROUPS = 9
 """Among the arguments of a convolution's backward."""
 
@@ -34,4 +35,5 @@ def _is_depthwise_backward(node: fx.Node) -> bool:
     if packet_of(node) is not _aten.convolution_backward or node.args[_GROUPS] == 1:
         return False
     weight: torch.Tensor = node.all_input_nodes[2].meta["val"]
-    return weight.device.type == "cpu" and int(weight.shape[1]) == 1
+    is_of_images = weight.dim() == _DIMS_OF_IMAGES
+    return is_of_images and weight.device.type == "cpu" and int(weight.shape[1]) == 1

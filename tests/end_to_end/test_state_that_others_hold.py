@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import teraplan
+from teraplan.backend import sessions
 from tests.end_to_end.moving import STEPS, WIDTH, adamw, check, model, moving, states, training
 from tests.end_to_end.training import MLP, Run
 
@@ -81,4 +83,29 @@ def test_state_loaded_into_a_new_optimizer_moves_before_its_first_step() -> None
             optimizer.zero_grad()
 
     check(program)
+    assert found and all(found)
+
+
+def test_state_that_safetensors_has_loaded_moves(tmp_path: Path) -> None:
+    """Each tensor is a view of one that nobody can reach."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    found: list[bool] = []
+
+    def between(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> None:
+        is_moving = any(session.keeper.state is not None for session in sessions())
+        if step == 3 and is_moving:
+            large = [state for state in states(optimizer) if state.numel() > WIDTH]
+            found.extend(moving().arena.block_of(state) is not None for state in large)
+        if step != 2:
+            return
+        groups, state = optimizer.state_dict()["param_groups"], optimizer.state_dict()["state"]
+        named = {f"{i}.{name}": t.clone() for i, one in state.items() for name, t in one.items()}
+        safetensors.save_file(named, tmp_path / "state.safetensors")
+        loaded: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in safetensors.load_file(tmp_path / "state.safetensors").items():
+            number, key = name.split(".")
+            loaded.setdefault(int(number), {})[key] = tensor
+        optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+
+    check(training(adamw, between=between))
     assert found and all(found)

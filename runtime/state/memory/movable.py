@@ -1,5 +1,9 @@
 """Which tensors have memory that can be anywhere: of their own, and worth moving."""
 
+import functools
+import sys
+from collections.abc import Mapping
+
 import torch
 
 from teraplan.runtime.state.memory.lease import span_nbytes
@@ -52,6 +56,29 @@ def is_shared(tensor: torch.Tensor) -> bool:
 
 _HOLDERS = 2
 """The tensor and the object that Python has of its storage."""
+
+
+def is_last_view(tensors: Mapping[str, object], name: str) -> bool:
+    """True for a view, the last one of a base that nobody has, where nobody but `tensors` has it.
+
+    Such are tensors that safetensors loads. In the place of one there may be a copy.
+    """
+    return _holders(tensors, name) == _holders_of_last_view()
+
+
+@functools.cache
+def _holders_of_last_view() -> tuple[int, int, int] | None:
+    return _holders({"": torch.empty(1).view(1)}, "")
+
+
+def _holders(tensors: Mapping[str, object], name: str) -> tuple[int, int, int] | None:
+    """How many hold a tensor, its base and its memory, as this function sees it; None: no view."""
+    tensor = tensors[name]
+    base = tensor._base if isinstance(tensor, torch.Tensor) else None
+    if base is None or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return None
+    of_memory: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor), sys.getrefcount(base), of_memory
 
 
 def _whole_storage(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from teraplan.runtime.state.memory.chunks import Chunks, Sort
 from teraplan.runtime.state.memory.departures import departures
 from teraplan.runtime.state.memory.gradient_hooks import watch_gradient
 from teraplan.runtime.state.memory.lease import span_nbytes
-from teraplan.runtime.state.memory.movable import is_shared
+from teraplan.runtime.state.memory.movable import is_last_view, is_shared
 from teraplan.runtime.state.memory.move_log import Traffic
 from teraplan.runtime.state.memory.read_files import ReadFiles
 from teraplan.runtime.state.memory.sites import Sites
@@ -164,6 +164,10 @@ class TrainingState:
 
         In the same tensors, which a state_dict that was loaded has, too. What is shared stays.
         """
+        for name in [name for name in state if is_last_view(state, name)]:
+            value = state[name]
+            assert isinstance(value, torch.Tensor)
+            state[name] = value.clone()  # or its base, which nobody can reach, would stay
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or not self.arena.takes(value):
                 continue

@@ -285,6 +285,8 @@ class OptimizerSteps:
             return
         self._state.stepped()
         step.using.close()
+        if step.cut is not None:
+            step.cut.drop()
         if step.bucket is not None:
             self._adopt(step.bucket, step.ours)
         self._state.end_expecting()

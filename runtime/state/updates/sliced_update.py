@@ -14,7 +14,7 @@ bit.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class Cut:
     optimizer: Optimizer
     """What is to be stepped instead."""
     whole: Optimizer
-    last: Mapping[torch.Tensor, torch.Tensor]
+    last: dict[torch.Tensor, torch.Tensor]
     """Last slices, by parameter: numbers in the state of one are those of its parameter."""
     uncut: Sequence[torch.Tensor]
     """Parameters that are stepped as they are; the step may make their state."""
@@ -81,6 +81,13 @@ class Cut:
                     state[parameter][name] = value
                 elif own.numel() == 1:
                     own.copy_(value)
+
+    def drop(self) -> None:
+        """Let go of the slices, views all: PyTorch has the optimizer until its step returns."""
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+        self.last.clear()
 
 
 def step_in_slices(optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
