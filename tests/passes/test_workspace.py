@@ -97,19 +97,23 @@ def test_convolutions_copy_what_they_read() -> None:
     assert memory_of(graph, fused=True, saved={}).least_bytes == 4 * 4 * 8 * 32
 
 
-@pytest.mark.parametrize(("channels", "groups", "copies"), [(1, 8, 4), (8, 1, 0), (2, 4, 0)])
+@pytest.mark.parametrize(
+    ("channels", "groups", "places", "copies"),
+    [(1, 8, (8, 8), 4), (8, 1, (8, 8), 0), (2, 4, (8, 8), 0), (1, 8, (8, 4, 2), 1)],
+)
 def test_the_backward_of_a_depthwise_convolution_copies_what_it_reads(
-    channels: int, groups: int, copies: int
+    channels: int, groups: int, places: tuple[int, ...], copies: int
 ) -> None:
     def backward(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ones, zeros = [1, 1], [0, 0]
+        ones, zeros = [1] * len(places), [0] * len(places)
         made = torch.ops.aten.convolution_backward(
             *(dy, x, w, None, ones, ones, ones, False, zeros, groups, [True, False, False])
         )
-        result: torch.Tensor = made[0] @ torch.ones(8, 8)
+        result: torch.Tensor = made[0].view(8, 8, 8) @ torch.ones(8, 8)
         return result
 
-    graph = _traced(backward, *[(1, 8, 8, 8)] * 2, (8, channels, 3, 3))
+    weight = 8, channels, *([3] * len(places))
+    graph = _traced(backward, *[(1, 8, *places)] * 2, weight)
     one = 4 * 8 * 8 * 8
     behind = 2 * one + 4 * 8 * 8
     least = memory_of(graph, fused=True, saved={}).least_bytes
