@@ -19,7 +19,8 @@ def copied_nbytes(node: fx.Node, sizes: SizePolynomials, *, fused: bool) -> Poly
 
     Inductor has it in these layouts already, but for what the backward of a depthwise convolution
     reads: it has that copied to another one before, from which the call copies again, twice for
-    what the forward has read (measured with torch 2.13; in one dimension and in three it is copied once).
+    what the forward has read; in one dimension and in three that is copied once (measured with
+    torch 2.13).
     """
     if packet_of(node) not in _CONVOLUTIONS:
         return ()
