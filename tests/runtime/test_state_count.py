@@ -16,6 +16,7 @@ GRAPHS = {"g0": None}
 
 @pytest.fixture
 def count() -> Iterator[StateCount]:
+    gc.collect()  # what other tests have left is garbage, and would be counted
     device = CpuDevice(storage=Storage.open([default_directory()], deadline_s=20.0), host_bytes=0)
     yield StateCount(device)
     device.close()
