@@ -35,12 +35,10 @@ _MAY_MOVE, _MOVE_FIXED, _DONT_UNMAP = 1, 2, 4
 _COLLAPSE = 25
 _FAILED = ctypes.c_void_p(-1).value
 _pagemap = ProcFile("/proc/self/pagemap")
-_PRESENT_OR_SWAPPED = 0xC0
-_OF_FILE = 0x20
-"""In the last byte of an entry of `/proc/self/pagemap`, as the one before."""
+_PRESENT_OR_SWAPPED, _OF_FILE = 0xC0, 0x20
+"""Of the last byte of a page's entry in /proc/self/pagemap."""
 _PAGE_OUT = 21
 """MADV_PAGEOUT, since Linux 5.4."""
-"""Of the last byte of a page's entry in /proc/self/pagemap."""
 
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p

@@ -74,8 +74,10 @@ def _holders_of_last_view() -> tuple[int, int, int] | None:
 def _holders(tensors: Mapping[str, object], name: str) -> tuple[int, int, int] | None:
     """How many hold a tensor, its base and its memory, as this function sees it; None: no view."""
     tensor = tensors[name]
-    base = tensor._base if isinstance(tensor, torch.Tensor) else None
-    if base is None or not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, torch.Tensor) or not is_plain(tensor):
+        return None
+    base = tensor._base
+    if base is None or tensor.layout != torch.strided:
         return None
     of_memory: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return sys.getrefcount(tensor), sys.getrefcount(base), of_memory
