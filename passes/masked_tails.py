@@ -25,15 +25,19 @@ _UNDER_A_MASK = ("cat", "jagged", "masked_index", "pad", "pool", "resize", "roll
 
 def compile_kernels(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
     """Inductor's compiler of one graph, as `compile_fx_inner`."""
-    if not loads_under_a_mask(gm.graph):
+    if not loads_under_a_mask(gm):
         return compile_fx_inner(gm, inputs, **kwargs)
     with _without_vectors_for_tails():
         return compile_fx_inner(gm, inputs, **kwargs)
 
 
-def loads_under_a_mask(graph: fx.Graph) -> bool:
-    """True if a kernel of the graph may read elements of which it takes but some."""
-    names = {str(packet_of(node)) for node in graph.nodes}
+def loads_under_a_mask(gm: fx.GraphModule) -> bool:
+    """True if a kernel may read elements of which it takes but some.
+
+    Also one of a branch of `torch.cond` or the body of a loop, which are graphs of their own.
+    """
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    names = {str(packet_of(node)) for graph in graphs for node in graph.nodes}
     return any(part in name for name in names for part in _UNDER_A_MASK)
 
 

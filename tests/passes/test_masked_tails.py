@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -26,13 +26,19 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_operations_that_load_under_a_mask(name: str) -> None:
-    graph = make_fx(READS[name], select_decomp_table())(torch.randn(4, 18)).graph
-    assert loads_under_a_mask(graph)
+    assert loads_under_a_mask(make_fx(READS[name], select_decomp_table())(torch.randn(4, 18)))
 
 
 def test_arithmetic_does_not() -> None:
-    graph = make_fx(lambda x: (x.sin() + 1).softmax(1))(torch.randn(4, 18)).graph
-    assert not loads_under_a_mask(graph)
+    assert not loads_under_a_mask(make_fx(lambda x: (x.sin() + 1).softmax(1))(torch.randn(4, 18)))
+
+
+def test_a_branch_that_is_a_graph_of_its_own() -> None:
+    branch = make_fx(READS["padding"])(torch.randn(4, 18))
+    graph = fx.Graph()
+    graph.output(graph.get_attr("branch"))
+    whole = fx.GraphModule({"branch": branch}, graph)
+    assert loads_under_a_mask(whole)
 
 
 @pytest.mark.slow
