@@ -73,9 +73,9 @@ def inlined_nodes(graph: fx.Graph, runs: FusedRuns) -> frozenset[fx.Node]:
 
 def is_pointwise(node: fx.Node) -> bool:
     """True if each element of the result depends on elements at its own place alone."""
-    target = node.target
-    if getattr(target, "overloadpacket", target) in _ALSO_POINTWISE:
+    if packet_of(node) in _ALSO_POINTWISE:
         return True
+    target = node.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 

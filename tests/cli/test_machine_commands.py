@@ -1,7 +1,6 @@
 """Commands that look at this machine, with facts in the place of a machine."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -12,15 +11,8 @@ from teraplan.errors import StorageUnusableError
 from teraplan.values.hardware import Link
 from tests.cli.example_files import Captured, assert_one_line, loaded
 from tests.report.example_plan import DISK, LINK
+from tests.report.facts import Fact
 from tests.report.golden import assert_golden
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    name: str
-    value: str
-    status: str
-    advice: str = ""
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +21,7 @@ from teraplan.values.plan import Plan
 from teraplan.values.run_record import TRAINING_STATE, StallRecord
 from teraplan.values.step_trace import StepTrace
 from tests.report.example_plan import DISK, LINK, make_other_plan, make_plan, make_run
+from tests.report.facts import Fact
 from tests.report.golden import assert_golden
 
 
@@ -217,14 +218,6 @@ def test_violation_of_the_budget_names_the_site(plan: Plan) -> None:
     text = violations_text(tight, check_plan(tight))
     assert "1.56 GiB over the limit of 1.00 GiB" in text
     assert "site 36 (enter g0 call 11, backward)" in text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    name: str
-    value: str
-    status: str
-    advice: str = ""
 
 
 FACTS = (
