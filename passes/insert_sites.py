@@ -270,7 +270,7 @@ def _insert_needs(
     token_inputs = [_token_input(graph, c, tokens[c.saved.name]) for c in candidates]
     last_input = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last_input):
-        chain = graph.call_function(ops.enter_backward, (anchor, token_inputs[0]))
+        chain = graph.call_function(ops.enter_backward, (anchor, token_inputs[0], ""))
     chain.meta["val"] = anchor.meta["val"].new_empty(0, dtype=torch.uint8)
     sizes = SizeNodes(graph)
     values = [

@@ -58,7 +58,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
         insert_state_sites(
             *graphs, num_outputs=num_outputs, static_inputs=static, updates=self.updates
         )
-        table = with_memory(table, *graphs, static_inputs=static, fused=self.fused)
+        table = with_memory(table, *graphs, static_inputs=static)
         for module in (forward, backward):
             finish(module)
         verify_pair(forward.graph, backward.graph, table)
@@ -75,7 +75,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
         updated = "gradients" if self.updates else "step"
-        return f"teraplan-{__version__}-partitioner-39-{updated}"
+        return f"teraplan-{__version__}-partitioner-40-{updated}"
 
 
 def config_patches(*, updates: bool = False) -> dict[str, object]:

@@ -6,11 +6,9 @@
 What autograd gives a backward (`dy`, zeros where an output is not used) is there until it is used.
 
 Between `save` and `need` a saved activation can be elsewhere, so what is alive at once beside those
-that are is about the least that the graphs can run in. Kernels of PyTorch run node by node. Of
-those that Inductor fuses, what a run of nodes reads and leaves behind is there at once, but for
-what it can write in place; what lies within a run, or is computed again by each reader
-(`inlining`), is never in memory. An estimate: kernels have memory of their own, and Inductor
-chooses its runs by more than this. It serves the first step; then memory is measured.
+that are is about the least that the graphs can run in, node by node, as PyTorch's kernels run.
+Inductor's take less; what its code takes is found out once there is some
+(`runtime/compiled/compiled_memory.py`). It serves the first step; then memory is measured.
 """
 
 import dataclasses
@@ -25,11 +23,7 @@ from torch import fx
 
 from teraplan import ops
 from teraplan.passes.aliases import base_of, is_view
-from teraplan.passes.copies import copied_nbytes
-from teraplan.passes.fused_runs import FusedRuns
-from teraplan.passes.inlining import displaced_nodes, inlined_nodes, is_pointwise
-from teraplan.passes.read_again import read_again
-from teraplan.passes.size_polynomials import SizePolynomials, peaks
+from teraplan.passes.size_polynomials import SizePolynomials, peaks, total
 from teraplan.passes.symbolic_sizes import SizeNodes
 from teraplan.passes.targets import packet_of
 from teraplan.values.graph_sizes import (
@@ -38,7 +32,7 @@ from teraplan.values.graph_sizes import (
     Polynomial,
     most_at,
 )
-from teraplan.values.graph_table import GraphMemory, GraphTable
+from teraplan.values.graph_table import GraphMemory, GraphTable, key_of
 
 _ELSEWHERE = (ops.need, ops.settle)
 """Ops whose result is counted as a saved activation, or with the training state."""
@@ -52,12 +46,6 @@ class _Span:
     end: int
     nbytes: Polynomial
     can_leave: bool = False
-    can_overwrite: bool = False
-    """A kernel may write it where something is of the same size that it reads last."""
-    is_within_run: bool = False
-    """It begins and ends in one run of fused nodes, whose last kernels may write it, too."""
-    is_apart: bool = False
-    """Nothing is written over it, nor it over anything."""
 
 
 def nbytes_of(node: fx.Node) -> int:
@@ -82,7 +70,6 @@ def with_memory(
     backward: fx.Graph,
     *,
     static_inputs: Sequence[int],
-    fused: bool,
 ) -> GraphTable:
     """The table with what its graphs take, told to the op that carries it.
 
@@ -91,13 +78,12 @@ def with_memory(
         forward: the one.
         backward: the other.
         static_inputs: positions of the forward's placeholders that live as long as the model.
-        fused: Inductor compiles them.
     """
     saves = forward.find_nodes(op="call_function", target=ops.save)
     saved = {save.args[2]: base_of(save.args[0]) for save in saves}
     nodes = SizeNodes(forward)
     sizes = SizePolynomials(nodes.values(), nodes.can_compute)
-    at_once = functools.partial(memory_of, sizes=sizes, fused=fused)
+    at_once = functools.partial(memory_of, sizes=sizes)
     of_sizes = GraphSizes(
         slots=tuple(
             sizes.nbytes_of(save.args[0]) for save in sorted(saves, key=lambda save: save.args[2])
@@ -126,10 +112,13 @@ def with_memory(
         sizes=sizes.traced,
         of_sizes=of_sizes if sizes.sizes else None,
     )
+    text = table.to_json()
     for enter in forward.find_nodes(op="call_function", target=ops.enter):
         with forward.inserting_before(enter):
             found = nodes.expressions(sizes.sizes)
-        enter.args = (enter.args[0], table.to_json(), found)
+        enter.args = (enter.args[0], text, found)
+    for enter in backward.find_nodes(op="call_function", target=ops.enter_backward):
+        enter.args = (*enter.args[:2], key_of(text))
     return table
 
 
@@ -137,7 +126,6 @@ def memory_of(
     graph: fx.Graph,
     *,
     sizes: SizePolynomials,
-    fused: bool,
     saved: Mapping[int, fx.Node],
     state_moves: bool = False,
 ) -> MemoryOfSizes:
@@ -146,20 +134,17 @@ def memory_of(
     Args:
         graph: a forward or a backward.
         sizes: what bytes are counted in.
-        fused: its kernels are Inductor's.
         saved: of a backward, the node of the forward that each slot is (a view of); of a forward,
             nothing.
         state_moves: gradients that `settle` is given leave the graph's memory there.
     """
-    runs = FusedRuns(graph) if fused else None
-    position = _positions(graph, runs)
-    inlined = inlined_nodes(graph, runs) if runs is not None else frozenset[fx.Node]()
-    if not state_moves:  # they are what they are given
-        inlined |= set(graph.find_nodes(op="call_function", target=ops.settle))
-    made = list(_intermediates(graph, position, runs, sizes, inlined=inlined))
-    if fused:
-        made = _written_in_place(made)
-    spans = [*made, *_needed(graph, position, saved, sizes), *_tangents(graph, position, sizes)]
+    position = _positions(graph)
+    same = () if state_moves else graph.find_nodes(op="call_function", target=ops.settle)
+    spans = [
+        *_intermediates(graph, position, sizes, same=set(same)),
+        *_needed(graph, position, saved, sizes),
+        *_tangents(graph, position, sizes),
+    ]
     fixed = [span for span in spans if not span.can_leave]
     return MemoryOfSizes(workspace=_peaks(fixed), least=_peaks(spans))
 
@@ -182,14 +167,13 @@ def _as_traced(
 def _parameters_nbytes(graph: fx.Graph) -> int:
     """Most at once of those that are used."""
     sizes = SizePolynomials({})
-    return most_at(_peaks(list(_acquired(graph, _positions(graph, None), sizes))), ())
+    return most_at(_peaks(list(_acquired(graph, _positions(graph), sizes))), ())
 
 
 def workspace_nbytes(graph: fx.Graph, excluded: Set[fx.Node] = frozenset()) -> int:
     """Most bytes of intermediates at once, run node by node, `excluded` ones left out."""
     sizes = SizePolynomials({})
-    positions = _positions(graph, None)
-    spans = list(_intermediates(graph, positions, None, sizes, excluded=excluded))
+    spans = list(_intermediates(graph, _positions(graph), sizes, excluded=excluded))
     return most_at(_peaks(spans), ())
 
 
@@ -213,107 +197,47 @@ def _settled(node: fx.Node) -> fx.Node:
     return cast("fx.Node", node.args[0]) if _is_settle(node) else node
 
 
-def _positions(graph: fx.Graph, runs: FusedRuns | None) -> dict[fx.Node, int]:
-    """When each node runs. A run of nodes that are one kernel has one position; None: all alone."""
-    position: dict[fx.Node, int] = {}
-    now, inside = 0, False
-    for node in graph.nodes:
-        is_fused = runs is not None and runs.is_fused(node)
-        if not (is_fused and inside):
-            now += 1
-        inside = is_fused
-        position[node] = now
-    return position
+def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """When each node runs."""
+    return {node: position for position, node in enumerate(graph.nodes)}
 
 
 def _intermediates(
     graph: fx.Graph,
     position: Mapping[fx.Node, int],
-    runs: FusedRuns | None,
     sizes: SizePolynomials,
     *,
-    inlined: Set[fx.Node] = frozenset(),
+    same: Set[fx.Node] = frozenset(),
     excluded: Set[fx.Node] = frozenset(),
 ) -> Iterator[_Span]:
-    """What the nodes of a graph leave in memory, from where it is made to its last use."""
-    last_use = _last_uses(graph, position, inlined)
-    within = read_again(graph, runs, inlined) if runs is not None else frozenset[fx.Node]()
-    pieces, displaced = _made_of_pieces(graph, position), displaced_nodes(graph, inlined)
+    """What the nodes of a graph leave in memory, from where it is made to its last use.
+
+    Nodes of `same` give back what they are given.
+    """
+    last_use = _last_uses(graph, position, same)
     for node in graph.nodes:
-        if node.op not in ("call_function", "call_method") or is_view(node) or node in inlined:
+        if node.op not in ("call_function", "call_method") or is_view(node) or node in same:
             continue
-        copied = copied_nbytes(node, sizes, fused=runs is not None)
-        if copied:
+        if packet_of(node) in _CONVOLUTIONS:  # oneDNN copies into layouts of its own
+            copied = total(map(sizes.nbytes_of, node.all_input_nodes))
             yield _Span(position[node], position[node], copied)
         nbytes = sizes.nbytes_of(node)
         if not nbytes or node.target in _ELSEWHERE or node in excluded:
             continue
-        made = node
-        if node.target is operator.getitem:  # one result of several
-            made = node.all_input_nodes[0]
-        start, last = position[made], last_use[node]
-        is_fused = runs is not None and made is node and runs.is_fused(node)
-        ends_in_run = is_fused and last == start
-        if not ends_in_run or node in within:
-            yield _Span(
-                start,
-                max(start, last),
-                nbytes,
-                can_overwrite=is_fused and is_pointwise(node) and node not in displaced,
-                is_within_run=ends_in_run,
-                is_apart=node in pieces,
-            )
-
-
-def _made_of_pieces(graph: fx.Graph, position: Mapping[fx.Node, int]) -> Set[fx.Node]:
-    """What a scatter adds to, and what the run behind computes from it.
-
-    Inductor has these as the scatter's indices are, where all else may be channels-last.
-    """
-    runs: dict[fx.Node, int | None] = {}  # None: behind the scatter alone, any run may follow
-    for node in graph.nodes:
-        if packet_of(node) in _SCATTERS:
-            runs[node] = None
-            continue
-        for source in node.all_input_nodes:
-            run = runs.get(source, -1)
-            if run is None or run == position[node]:
-                runs[node] = run if is_view(node) else position[node]
-    return runs.keys()
-
-
-def _written_in_place(spans: Sequence[_Span]) -> list[_Span]:
-    """The same, where what a kernel reads last ends for what it writes there."""
-    comes_in: dict[tuple[int, Polynomial], list[int]] = {}
-    within: dict[tuple[int, Polynomial], list[int]] = {}
-    for number, span in enumerate(spans):
-        if span.is_apart:
-            continue
-        if span.is_within_run:
-            within.setdefault((span.end, span.nbytes), []).append(number)
-        elif span.start < span.end:
-            comes_in.setdefault((span.end, span.nbytes), []).append(number)
-    found = list(spans)
-    for span in spans:
-        if not span.can_overwrite or span.is_apart:
-            continue
-        place = span.start, span.nbytes
-        read = comes_in.get(place) or (not span.is_within_run and within.get(place))
-        if read:
-            number = read.pop()
-            found[number] = dataclasses.replace(found[number], end=span.start - 1)
-    return found
+        # One result of several is there when all are.
+        made = node.all_input_nodes[0] if node.target is operator.getitem else node
+        yield _Span(position[made], max(position[made], last_use[node]), nbytes)
 
 
 _aten = torch.ops.aten
-_SCATTERS = frozenset((_aten.scatter_add, _aten.scatter, _aten.scatter_reduce, _aten.index_put))
+_CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
 
 
 def _tangents(
     graph: fx.Graph, position: Mapping[fx.Node, int], sizes: SizePolynomials
 ) -> Iterator[_Span]:
     """Gradients of the forward's results."""
-    last_use = _last_uses(graph, position, frozenset())
+    last_use = _last_uses(graph, position)
     for node in graph.find_nodes(op="placeholder"):
         if "tangents" in node.name:
             yield _Span(0, last_use[node], sizes.nbytes_of(node))
@@ -327,7 +251,7 @@ def _needed(
 ) -> Iterator[_Span]:
     """What `need` brings back, until it is `done`; slots that share memory come back as one."""
     spans: dict[fx.Node, tuple[int, int]] = {}
-    last_use = _last_uses(graph, position, frozenset())
+    last_use = _last_uses(graph, position)
     for need in graph.find_nodes(op="call_function", target=ops.need):
         base = saved[need.args[2]]
         start, last = position[need], last_use[need]
@@ -352,14 +276,14 @@ def _acquired(
 
 
 def _last_uses(
-    graph: fx.Graph, position: Mapping[fx.Node, int], inlined: Set[fx.Node]
+    graph: fx.Graph, position: Mapping[fx.Node, int], same: Set[fx.Node] = frozenset()
 ) -> dict[fx.Node, int]:
-    """Where each node's memory is used last, through views and what is `inlined`; -1 if nowhere."""
+    """Where each node's memory is used last, also through views and nodes of `same`; else -1."""
     last: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         last[node] = -1
         for user in node.users:
-            through = last[user] if user in inlined or is_view(user) else -1
+            through = last[user] if user in same or is_view(user) else -1
             last[node] = max(last[node], position[user], through)
     return last
 

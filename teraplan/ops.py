@@ -3,17 +3,17 @@
 Every compiled forward and its backward carry them at each saved activation:
 
     forward                                     backward
-    chain = enter(anchor, table, sizes)         chain = enter_backward(anchor, token_0)
+    chain = enter(anchor, table, sizes)         chain = enter_backward(anchor, token_0, key)
     x     = gelu(...)                           x     = need(chain, token, 3, size, stride, dtype)
     ...                                         dx    = gelu_backward(dy, x)
     token = save(x, chain, 3, [])               done(x, token, chain, 3)
 
 The forward returns `token` (8 bytes) in the place of `x`; autograd saves it, the backward turns it
 back into the tensor. `slot` numbers the saved activations of one graph. `table` describes the graph
-(see `graph_table`), so that a graph which comes from a compile cache explains itself; `sizes` are
-those of the call, of what varies from call to call. All ops of a graph mutate `chain`, an empty
-tensor: this keeps them in the order in which they were inserted, through every pass of Inductor. It
-is where the graph computes: what lies elsewhere gets no ops.
+(see `graph_table`), so that a graph which comes from a compile cache explains itself, and `key` is
+that of the table; `sizes` are those of the call, of what varies from call to call. All ops of a
+graph mutate `chain`, an empty tensor: this keeps them in the order in which they were inserted,
+through every pass of Inductor. It is where the graph computes: what lies elsewhere gets no ops.
 That `save` and `done` come after every use of `x`, and that no kernel writes its result in the
 place of `x` before, is seen to when they are compiled (`passes/lowering.py`).
 Where `x` can be computed again (see `passes/recipes.py`), the last argument of `save` is what that
@@ -50,7 +50,7 @@ LIBRARY: Any = torch.library.Library("teraplan", "DEF")  # type: ignore[no-untyp
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.cudagraph_unsafe)
 
 LIBRARY.define("enter(Tensor anchor, str table, SymInt[] sizes) -> Tensor", tags=_TAGS)
-LIBRARY.define("enter_backward(Tensor anchor, Tensor token) -> Tensor", tags=_TAGS)
+LIBRARY.define("enter_backward(Tensor anchor, Tensor token, str key) -> Tensor", tags=_TAGS)
 LIBRARY.define("save(Tensor x, Tensor(a!) chain, int slot, Tensor[] beside) -> Tensor", tags=_TAGS)
 LIBRARY.define(
     "need(Tensor(a!) chain, Tensor token, int slot, SymInt[] size, SymInt[] stride, "
@@ -99,7 +99,7 @@ def _fake_enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch
     return anchor.new_empty(0, dtype=torch.uint8)
 
 
-def _fake_enter_backward(anchor: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def _fake_enter_backward(anchor: torch.Tensor, token: torch.Tensor, key: str) -> torch.Tensor:
     return anchor.new_empty(0, dtype=torch.uint8)
 
 

@@ -1,5 +1,6 @@
 """A graph of Dynamo's with the code that it was compiled to."""
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import (
@@ -23,8 +25,8 @@ from teraplan.held_session import HeldSession, Lifeline
 from teraplan.passes import inference
 from teraplan.passes.functional_gradients import takes_gradients
 from teraplan.passes.partition import config_patches, partition
+from teraplan.runtime.session.compiled_backward import let_it_run_again, refuse_double_backward
 from teraplan.runtime.session.dispatch import running
-from teraplan.runtime.session.double_backward import refuse_double_backward
 from teraplan.runtime.session.session import Session
 
 Compiled = Callable[..., Any]
@@ -43,6 +45,8 @@ class RunnableGraph:
         session.compiling(example_inputs)
         self._may_hold_all = takes_gradients(gm)
         """It may have its backward within it, where nothing moves, as far as is known yet."""
+        self._may_run_again = False
+        """Its backward, with `retain_graph`."""
         if session.config.kernels == "inductor" and inductor_config.cpp_wrapper:
             session.fall_back(_IN_PYTHON)
         try:
@@ -59,6 +63,7 @@ class RunnableGraph:
             session.compiling(args)
         results = self._run(session, args, shapes)
         refuse_double_backward(results)
+        self._may_run_again = self._may_run_again or let_it_run_again(results)
         session.end_call()
         session.keeper.check()
         if self._may_hold_all:
@@ -121,12 +126,25 @@ def _stack(node: fx.Node) -> list[str]:
     return (node.stack_trace or "").splitlines()[::-1]
 
 
+def _both_at_once() -> contextlib.AbstractContextManager[object]:
+    """The backward is compiled with its forward, so what both take is known before they run.
+
+    Nothing tells then whether it will run once or, with `retain_graph`, several times: it must not
+    write over the small tensors that it is given.
+    """
+    settings = {"force_non_lazy_backward_lowering": True, "donated_buffer": False}
+    known = {name: value for name, value in settings.items() if hasattr(functorch_config, name)}
+    patched: contextlib.AbstractContextManager[object] = functorch_config.patch(known)
+    return patched
+
+
 def _compile(config: Config, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     updates = config.update == "gradient"
     if config.kernels == "inductor":
         patches = config_patches(updates=updates)
         inner = inference.compile_inner
-        return cast("Compiled", compile_fx(gm, list(inputs), inner, config_patches=patches))
+        with _both_at_once():
+            return cast("Compiled", compile_fx(gm, list(inputs), inner, config_patches=patches))
     compile_graph: Compiled = aot_autograd(
         fw_compiler=boxed_nop,
         inference_compiler=inference.compile_eagerly,

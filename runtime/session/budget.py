@@ -25,6 +25,8 @@ its part of what graphs have beside what lasts; at most half of the way to where
 _LEAST_WIDE_MARGIN_BYTES, _LEAST_WIDE_MARGIN_FRACTION = 2 << 20, 1 / 10
 """Where hardly anything can move, that way is short: three such models lacked 0.5 to 1.5 MiB, 3 to
 8 percent. The less of the two counts."""
+_NARROW_MARGIN_BYTES, _NARROW_MARGIN_FRACTION = 1 << 20, 1 / 32
+"""The same where a step is one forward and its backward, of which the code has been rehearsed."""
 _MARGIN_WHERE_STATE_MOVES = 1 / 10
 """Of all that is named, at most so much. Of 16 models one with checkpoints lacked 7 %, one that
 adds up gradients 11 %, two small ones that clip them 21 and 49 %, since what is read is in memory.
@@ -32,6 +34,8 @@ adds up gradients 11 %, two small ones that clip them 21 and 49 %, since what is
 _HOPELESS_FRACTION, _HOPELESS_WHERE_SIZES_VARY = 5 / 8, 1 / 4
 """Of what graphs have beside what lasts. Of 26 models with fixed sizes at least 0.72 of it was
 needed (median 0.96); where sizes vary, three quarters were not."""
+_HOPELESS_WHERE_REHEARSED = 7 / 8
+"""The same where that is exact."""
 _UNTOLD_FRACTION = 1 / 16
 """Of what is trained, gradients of so much are taken to be made by graphs that are known."""
 _MOST_CALLS = 32
@@ -154,6 +158,11 @@ class GraphForecast:
     @property
     def unlimited_peak_bytes(self) -> int:
         """Peak of the step with nothing moved, or a part of it where calls are still to come."""
+        if self._is_exact:
+            (table,) = self._tables.values()
+            kept = table.kept_bytes(self.gradients_bytes, state_moves=self._state_moves)
+            kept += max(0, self.saved_bytes - table.saved_bytes)  # of further calls
+            return self.lasting_bytes + max(self._updated_bytes, kept)
         return self.other_bytes + max(self.saved_bytes, self._saved_at_once)
 
     @property
@@ -214,6 +223,8 @@ class GraphForecast:
                 "is no longer needed"
             )
         staying_bytes = count_staying() if count_staying is not None else None
+        if self._is_exact and not self._state_moves:
+            staying_bytes = 0
         if staying_bytes is not None and self._know_all_graphs:
             unmoved = _with_margin(with_spare(self.unlimited_peak_bytes + staying_bytes))
             if budget_bytes + moving_bytes < unmoved < named:
@@ -238,6 +249,11 @@ class GraphForecast:
         made = sum(table.backward.gradients_bytes for table in self._tables.values())
         return made >= (1 - _UNTOLD_FRACTION) * census.trained_nbytes(self._device.type)
 
+    @property
+    def _is_exact(self) -> bool:
+        """True if a step is one forward and its backward, of which the code has been rehearsed."""
+        return len(self._tables) == 1 and all(t.is_rehearsed for t in self._tables.values())
+
     def _named_bytes(self, moving_bytes: int, *, certainly: bool) -> int:
         """A budget that is enough, as far as the graphs tell; see `refuse`."""
         named = _with_margin(self.least_bytes) + moving_bytes
@@ -252,12 +268,16 @@ class GraphForecast:
         """Measuring would not show that less is enough."""
         vary = any(table.sizes_vary for table in self._tables.values())
         part = _HOPELESS_WHERE_SIZES_VARY if vary else _HOPELESS_FRACTION
+        if self._is_exact and not vary:
+            part = _HOPELESS_WHERE_REHEARSED
         beside = int((needed_bytes - self.lasting_bytes) * part)
         return self.lasting_bytes + max(self._updated_bytes, beside)
 
     @property
     def _wide_margin_bytes(self) -> int:
         beside = self.least_bytes - self.lasting_bytes
+        if self._is_exact:
+            return _NARROW_MARGIN_BYTES + int(beside * _NARROW_MARGIN_FRACTION)
         margin = _WIDE_MARGIN_BYTES + int(beside * _WIDE_MARGIN_FRACTION)
         half = max(0, self.unlimited_peak_bytes - self.least_bytes) // 2
         part = int(self.least_bytes * _LEAST_WIDE_MARGIN_FRACTION)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from teraplan import ops
+from teraplan.runtime.compiled.compiled_memory import with_compiled_memory
 from teraplan.runtime.engine.engine import Engine
 from teraplan.runtime.engine.tokens import owner_of
 from teraplan.runtime.state.memory.training_state import TrainingState
@@ -43,8 +44,9 @@ parse_table = functools.lru_cache(maxsize=None)(GraphTable.from_json)
 
 
 @functools.lru_cache(maxsize=_MAX_SIZES)
-def _table_at(table: str, sizes: tuple[int, ...]) -> GraphTable:
-    return parse_table(table).at(sizes)
+def _table_at(table: str, sizes: tuple[int, ...], fused: bool) -> GraphTable:
+    found = parse_table(table).at(sizes)
+    return with_compiled_memory(found, table) if fused else found
 
 
 class _Running(threading.local):
@@ -79,7 +81,7 @@ def _chain(anchor: torch.Tensor) -> torch.Tensor:
 
 def _enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch.Tensor:
     call = _current()
-    call.table = _table_at(table, tuple(sizes))
+    call.table = _table_at(table, tuple(sizes), call.session.config.kernels == "inductor")
     state = call.session.engine.training_state
     if state is not None:
         state.arena.user_may_have_run()  # at this graph's first site things may leave
@@ -89,10 +91,10 @@ def _enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch.Tens
     return _chain(anchor)
 
 
-def _enter_backward(anchor: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    engine, key = _engine_of(token)
+def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, key: str) -> torch.Tensor:
+    engine, number = _engine_of(token)
     _enter_training_state(engine.training_state, in_step=True)
-    engine.enter_backward(key)
+    engine.enter_backward(number)
     return _chain(anchor)
 
 

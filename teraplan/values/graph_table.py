@@ -5,12 +5,19 @@ this process, and all that is known of the graph is what its ops carry. So this 
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from teraplan.values.graph_sizes import GraphSizes, MemoryOfSizes, most_at, value_at
+
+
+def key_of(text: str) -> str:
+    """What tells a table, as a graph carries it, from others."""
+    return f"table-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
 
 MIN_SLOT_BYTES = 64 << 10
 """Smaller tensors stay: a transfer of less costs more in calls than it frees in bytes."""
@@ -50,6 +57,8 @@ class GraphMemory:
     """Most at once of what no op can send away."""
     least_bytes: int = 0
     """Most at once of that and of saved activations in use, all others elsewhere."""
+    kept_bytes: int = 0
+    """Most at once of all, with every saved activation where it is; 0: not known."""
     gradients_bytes: int = 0
     """What it holds at its end of the parameters' gradients."""
     parameters_bytes: int = 0
@@ -80,6 +89,8 @@ class GraphTable:
     in what a graph carries."""
     of_sizes: GraphSizes | None = None
     """What bytes are at other sizes, if any vary."""
+    is_rehearsed: bool = False
+    """What the graphs take at once is that of their compiled code, not of their nodes."""
 
     @property
     def saved_bytes(self) -> int:
@@ -121,6 +132,13 @@ class GraphTable:
         backward = self._backward(state_moves)
         others = max(0, gradients_bytes - backward.gradients_bytes)
         return max(self.forward.workspace_bytes, others + backward.workspace_bytes)
+
+    def kept_bytes(self, gradients_bytes: int, *, state_moves: bool) -> int:
+        """The same with every saved activation where it is; 0: not known."""
+        backward = self._backward(state_moves)
+        others = max(0, gradients_bytes - backward.gradients_bytes)
+        kept = self.forward.kept_bytes, backward.kept_bytes
+        return max(kept[0], others + kept[1]) if all(kept) else 0
 
     def at(self, sizes: Sequence[int]) -> "GraphTable":
         """The table of a call with these sizes."""

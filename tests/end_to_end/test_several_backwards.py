@@ -57,8 +57,10 @@ def test_two_optimizers_as_in_a_gan(ending: type[_Layers]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("losses", [1, 2])
-def test_graphs_that_are_kept_after_their_backward(losses: int) -> None:
+@pytest.mark.parametrize(
+    ("losses", "kernels"), [(1, "aot_eager"), (2, "aot_eager"), (2, "inductor")]
+)
+def test_graphs_that_are_kept_after_their_backward(losses: int, kernels: str) -> None:
     """Two losses of one forward, one after the other; or a graph that is kept for nothing."""
 
     def program(this: Run) -> None:
@@ -75,8 +77,8 @@ def test_graphs_that_are_kept_after_their_backward(losses: int) -> None:
             this.record(loss, model)
             optimizer.zero_grad()
 
-    reference = unlimited(program)
-    limited = moving(program, reference, 0.6)
+    reference = unlimited(program, kernels=kernels)
+    limited = moving(program, reference, 0.6, kernels=kernels)
     assert_same(reference, limited)
     assert limited.final.diverged_steps == 0
     assert limited.moved_bytes > 0

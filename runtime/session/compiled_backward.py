@@ -1,4 +1,4 @@
-"""Refuses to differentiate a gradient of a compiled graph again, where PyTorch does not.
+"""What may be done with the backward of a compiled graph: run it again, not differentiate it.
 
 Before 2.13 AOTAutograd refuses it only if the backward was given an input that requires a gradient.
 With a token in the place of each saved activation it is given none, and the gradient would count as
@@ -22,6 +22,20 @@ def refuse_double_backward(results: Sequence[Any]) -> None:
     if _IS_LOST:
         for node in {_compiled_node(result) for result in results} - {None}:
             node.register_hook(_refusing)
+
+
+def let_it_run_again(results: Sequence[Any]) -> bool:
+    """Let the backward of these results run with `retain_graph`; true if there is one.
+
+    It was compiled to write over nothing that it is given (`donated_buffer=False`). AOTAutograd
+    takes it to do so all the same, where it is not told when the backward runs.
+    """
+    nodes = {_compiled_node(result) for result in results} - {None}
+    for node in nodes:
+        metadata = getattr(getattr(type(node), "_forward_cls", None), "metadata", None)
+        if metadata is not None and metadata.bw_donated_idxs is None:
+            metadata.bw_donated_idxs = []
+    return bool(nodes)
 
 
 class _NotDifferentiable(torch.autograd.Function):

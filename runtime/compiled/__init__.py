@@ -1,0 +1,1 @@
+"""The code that Inductor has generated, as this process has loaded it."""
