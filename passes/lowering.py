@@ -44,8 +44,14 @@ _MUTATED = {
 _ALIGNED = (ops.enter_backward, ops.need)
 """What is given a token, and returns something that kernels read, or that ops do."""
 
-INDUCTOR_CONFIG = {"allow_buffer_reuse": False, "triton.cudagraphs": False, "cpp_wrapper": False}
-"""What the ops need of Inductor's configuration: they run at each call, and may raise errors."""
+INDUCTOR_CONFIG = {
+    "allow_buffer_reuse": False,
+    "triton.cudagraphs": False,
+    "cpp_wrapper": False,
+    "benchmark_harness": True,
+}
+"""What the ops need of Inductor's configuration: they run at each call, and may raise errors. And
+the code has to say with which inputs it is called."""
 
 
 def register_lowerings() -> None:

@@ -16,7 +16,9 @@ Where some of it is missing the code is one that is not known here.
 """
 
 import ast
+import contextlib
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ from typing import Any
 import torch
 from torch._inductor.codecache import PyCodeCache
 
+_KNOWN = {"math": math, "torch": torch}
+"""What expressions of sizes may name beside sizes."""
 _MOST_KEPT = 64
 """So many modules that have been read are remembered."""
 
@@ -66,8 +70,9 @@ class GeneratedCode:
         for name, size, stride in self.layouts:
             like = found.get(name)
             if isinstance(like, TensorInput):
-                shape = eval(size, {}, symbols), eval(stride, {}, symbols)
-                found[name] = TensorInput(*shape, like.dtype, like.device)
+                with contextlib.suppress(NameError):  # a size that follows from values
+                    shape = eval(size, dict(_KNOWN), symbols), eval(stride, dict(_KNOWN), symbols)
+                    found[name] = TensorInput(*shape, like.dtype, like.device)
         return {name: found.get(name) for name in self.inputs}
 
     def named_sizes(self, values: Sequence[int]) -> dict[str, int]:
@@ -79,7 +84,7 @@ class GeneratedCode:
         found = self._traced_sizes()
         pairs = list(zip(self.given_sizes, values, strict=True))
         found |= {name: value for (name, _), value in pairs if name in self.sizes}
-        if any(eval(size, {}, found) != value for (_, size), value in pairs):
+        if any(eval(size, dict(_KNOWN), found) != value for (_, size), value in pairs):
             raise LookupError("sizes follow from others that are not given")
         return found
 

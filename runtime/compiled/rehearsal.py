@@ -27,9 +27,13 @@ from teraplan.runtime.compiled.ledger import Account, Ledger
 _aten = torch.ops.aten
 _MOST_VALUES = 1000
 """So many values of tensors a graph may ask for: a loop might ask for ever."""
-_GROUPS = 9
+_DILATION, _GROUPS = 6, 9
 """Among the arguments of a convolution's backward."""
 _DIMS_OF_IMAGES = 4
+_THERE = ("primals", "arg", "token_")
+"""So begin the names of what a forward is given, and of tokens."""
+_OF_VALUES = (_aten.nonzero.default, _aten.masked_select.default, _aten.repeat_interleave.Tensor)
+"""What comes out of these is as large as values say."""
 _HARMLESS = (ModuleType, type, int, float, str, torch.Tensor, type(None), torch._ops._OpNamespace)
 """Kinds of what a module's names stand for; tensors are constants of the graph."""
 
@@ -51,6 +55,7 @@ def rehearse(
     *,
     saved: Mapping[int, SavedMemory] | None = None,
     state_moves: bool = False,
+    value: int = 1,
 ) -> "Rehearsal":
     """Run the code where sizes are so.
 
@@ -59,6 +64,7 @@ def rehearse(
         sizes: by the names that they have there.
         saved: of a backward, the memory that each slot is (a part of), as its forward's run has it.
         state_moves: large gradients leave the graph's memory once they are complete.
+        value: what the graph gets when it asks for one of a tensor, such as which branch to take.
 
     Raises:
         LookupError: the code is none that is known here.
@@ -66,7 +72,7 @@ def rehearse(
     """
     fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     with _disable_current_modes(), torch.no_grad(), fake:
-        rehearsal = Rehearsal(dict(saved or {}), state_moves=state_moves)
+        rehearsal = Rehearsal(dict(saved or {}), state_moves=state_moves, value=value)
         with rehearsal:
             function = FunctionType(code.call.__code__, rehearsal.names_of(code.module))
             inputs = [rehearsal.given(name, value) for name, value in code.values(sizes).items()]
@@ -77,12 +83,15 @@ def rehearse(
 class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One run: whatever PyTorch makes within it is counted."""
 
-    def __init__(self, saved: dict[int, SavedMemory], *, state_moves: bool) -> None:
+    def __init__(self, saved: dict[int, SavedMemory], *, state_moves: bool, value: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
         self.saved = saved
         """The memory that each slot is (a part of): of a forward, as far as it has run."""
         self.state_moves = state_moves
+        self.asks_for_truth = False
+        """It has asked for a value that is true or false."""
+        self._value = value
         self._account: Account | None = None
         self._num_values = 0
 
@@ -95,10 +104,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         if func is _aten._local_scalar_dense.default:
             return self._value_of(args[0])
-        if func is _aten.nonzero.default:  # as many as there are: as with all sizes, one
-            result: Any = torch.empty((1, args[0].dim()), dtype=torch.int64, device=args[0].device)
-        else:
-            result = func(*args, **(kwargs or {}))
+        result: Any = _of_one(func, args) if func in _OF_VALUES else func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self.ledger.take(tensor, self._account)
@@ -115,10 +121,13 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._account = None
 
     def given(self, name: str, value: TensorInput | int | None) -> torch.Tensor | int | None:
-        """An input. Gradients of results are the graph's; all others are there anyway."""
+        """An input. Those of the forward are there anyway; what a token stands for is counted.
+
+        The others are gradients of results, and saved activations that have no ops.
+        """
         if not isinstance(value, TensorInput):
             return value
-        account = None if "tangents" in name else Account(0)
+        account = Account(0) if name.startswith(_THERE) else None
         layout = {"dtype": value.dtype, "device": value.device}
         return self.make(account, value.size, value.stride, **layout)
 
@@ -126,7 +135,9 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What the module's names stand for within the run."""
         names: dict[str, Any] = {}
         for name, value in vars(module).items():
-            if isinstance(value, FunctionType) and value.__globals__ is vars(module):
+            if name == "__builtins__":
+                names[name] = value
+            elif isinstance(value, FunctionType) and value.__globals__ is vars(module):
                 names[name] = FunctionType(value.__code__, names)
             elif value is ops.direct:
                 names[name] = _Ops(self)
@@ -144,7 +155,8 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_values += 1
         if self._num_values > _MOST_VALUES:
             raise LookupError("the graph asks for one value after the other")
-        return float(1) if tensor.dtype.is_floating_point else 1
+        self.asks_for_truth |= tensor.dtype is torch.bool
+        return float(self._value) if tensor.dtype.is_floating_point else self._value
 
 
 class _Kernel:
@@ -244,15 +256,25 @@ def _is_of_torch(value: object) -> bool:
     return isinstance(value, FunctionType) and value.__module__.split(".")[0] == "torch"
 
 
+def _of_one(func: object, args: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A result of one of `_OF_VALUES`, for one value."""
+    given = args[0]
+    size = (1, given.dim()) if func is _aten.nonzero.default else (1,)
+    dtype = given.dtype if func is _aten.masked_select.default else torch.int64
+    return torch.empty(size, dtype=dtype, device=given.device)
+
+
 def _copied_nbytes(args: Sequence[Any]) -> int:
     """What the backward of a depthwise convolution copies on a CPU.
 
     What it reads Inductor has copied to another layout before, from which the call copies again,
-    twice for what the forward has read; in one dimension and in three that is copied once
-    (measured with torch 2.13).
+    what the forward has read twice but for dilated ones; in one dimension and in three that is
+    copied once (measured with torch 2.13).
     """
     gradient, read, weight = args[:3]
     if args[_GROUPS] == 1 or weight.device.type != "cpu" or int(weight.shape[1]) != 1:
         return 0
-    copied = gradient.nbytes + 3 * read.nbytes if read.dim() == _DIMS_OF_IMAGES else read.nbytes
-    return int(copied)
+    if read.dim() != _DIMS_OF_IMAGES:
+        return int(read.nbytes)
+    is_dilated = any(step > 1 for step in args[_DILATION])
+    return int(gradient.nbytes + (1 if is_dilated else 3) * read.nbytes)

@@ -34,8 +34,9 @@ adds up gradients 11 %, two small ones that clip them 21 and 49 %, since what is
 _HOPELESS_FRACTION, _HOPELESS_WHERE_SIZES_VARY = 5 / 8, 1 / 4
 """Of what graphs have beside what lasts. Of 26 models with fixed sizes at least 0.72 of it was
 needed (median 0.96); where sizes vary, three quarters were not."""
-_HOPELESS_WHERE_REHEARSED = 7 / 8
-"""The same where that is exact."""
+_HOPELESS_WHERE_REHEARSED = 3 / 4
+"""The same where a step is one forward and its backward, of which the code has been rehearsed. Of
+some forty models one trained with a little less than seven eighths of it."""
 _UNTOLD_FRACTION = 1 / 16
 """Of what is trained, gradients of so much are taken to be made by graphs that are known."""
 _MOST_CALLS = 32
@@ -57,6 +58,8 @@ class GraphForecast:
         """The most that a step of the kind has saved as far as it was seen."""
         self._state_moves = False
         self._tables: dict[str, GraphTable] = {}
+        self._is_whole: bool | None = None
+        """Of the only graph; None: not known."""
 
     def refresh(
         self,
@@ -82,6 +85,8 @@ class GraphForecast:
         self.state_bytes = self._count.state_bytes
         self.gradients_bytes = self._count.gradients_bytes
         self.optimizer_bytes = self._count.optimizer_bytes - elsewhere_bytes
+        if is_new:
+            self._is_whole = None
         return is_new
 
     def add(self, table: GraphTable) -> None:
@@ -135,7 +140,13 @@ class GraphForecast:
         return self._least_beside(self._beside_bytes)
 
     def _least_beside(self, beside_bytes: int) -> int:
-        return with_spare(self.lasting_bytes + max(self._updated_bytes, beside_bytes))
+        return self._with_spare(max(self._updated_bytes, beside_bytes))
+
+    def _with_spare(self, beside_bytes: int) -> int:
+        """What lasts and this beside it, and some more; what lasts is known to the byte."""
+        if self._is_exact:
+            return self.lasting_bytes + with_spare(beside_bytes)
+        return with_spare(self.lasting_bytes + beside_bytes)
 
     @property
     def _beside_bytes(self) -> int:
@@ -208,10 +219,11 @@ class GraphForecast:
             count_staying: gives the whole of the training state that moves, if it stays where it
                 fits, else None.
         """
-        least = self.least_bytes
-        needed = least if beside_bytes is None else self._least_beside(beside_bytes)
-        if budget_bytes >= (self._hopeless_bytes(needed) if certainly else needed):
+        beside = self._beside_bytes if beside_bytes is None else beside_bytes
+        needed = self._hopeless_bytes(beside) if certainly else self._least_beside(beside)
+        if budget_bytes >= needed:
             return
+        least = self.least_bytes
         state = self.state_bytes + self.future_state_bytes
         named = self._named_bytes(moving_bytes, certainly=certainly)
         part = f", {format_nbytes(max(0, budget_bytes))} of it beside the training state that moves"
@@ -226,18 +238,19 @@ class GraphForecast:
         if self._is_exact and not self._state_moves:
             staying_bytes = 0
         if staying_bytes is not None and self._know_all_graphs:
-            unmoved = _with_margin(with_spare(self.unlimited_peak_bytes + staying_bytes))
+            beside = self.unlimited_peak_bytes - self.lasting_bytes
+            unmoved = _with_margin(self._with_spare(beside) + staying_bytes)
             if budget_bytes + moving_bytes < unmoved < named:
                 named, for_state = unmoved, ", with which nothing has to move"
-        beside, enough = "an update needs beside them", "holds them"
+        what, enough = "an update needs beside them", "holds them"
         if self._tables:
-            beside, enough = "the graphs have at once beside them", "they predict to be enough"
+            what, enough = "the graphs have at once beside them", "they predict to be enough"
         others = "" if self._know_all_graphs else "; graphs still to run may need more"
         raise InfeasibleBudgetError(
             f"device_budget is {given}{format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but what stays (parameters, gradients, optimizer "
             f"state, buffers, data that the program holds) takes {format_nbytes(state)}, and with "
-            f"what {beside} it is {format_nbytes(least)}; set device_budget to "
+            f"what {what} it is {format_nbytes(least)}; set device_budget to "
             f"{format_nbytes(named)} ({named} bytes), which {enough}"
             f"{for_state if moving_bytes else ''}{others}",
             least_budget_bytes=named,
@@ -252,7 +265,11 @@ class GraphForecast:
     @property
     def _is_exact(self) -> bool:
         """True if a step is one forward and its backward, of which the code has been rehearsed."""
-        return len(self._tables) == 1 and all(t.is_rehearsed for t in self._tables.values())
+        if len(self._tables) != 1 or not all(t.is_rehearsed for t in self._tables.values()):
+            return False
+        if self._is_whole is None:  # to see that takes a tenth of a second
+            self._is_whole = self._know_all_graphs
+        return self._is_whole
 
     def _named_bytes(self, moving_bytes: int, *, certainly: bool) -> int:
         """A budget that is enough, as far as the graphs tell; see `refuse`."""
@@ -264,14 +281,13 @@ class GraphForecast:
             margin = min(margin, int(named * _MARGIN_WHERE_STATE_MOVES))
         return named + margin
 
-    def _hopeless_bytes(self, needed_bytes: int) -> int:
+    def _hopeless_bytes(self, beside_bytes: int) -> int:
         """Measuring would not show that less is enough."""
         vary = any(table.sizes_vary for table in self._tables.values())
         part = _HOPELESS_WHERE_SIZES_VARY if vary else _HOPELESS_FRACTION
         if self._is_exact and not vary:
             part = _HOPELESS_WHERE_REHEARSED
-        beside = int((needed_bytes - self.lasting_bytes) * part)
-        return self.lasting_bytes + max(self._updated_bytes, beside)
+        return self.lasting_bytes + max(self._updated_bytes, int(beside_bytes * part))
 
     @property
     def _wide_margin_bytes(self) -> int:

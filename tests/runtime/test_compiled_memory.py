@@ -1,5 +1,6 @@
 """What generated code takes, counted by hand. `tests/end_to_end` has it from Inductor."""
 
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -225,13 +226,17 @@ assert_size_stride"""
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("channels", "groups", "copies"), [(1, 8, 4), (8, 1, 0), (2, 4, 0)])
+@pytest.mark.parametrize(
+    ("channels", "groups", "dilation", "copies"),
+    [(1, 8, 1, 4), (1, 8, 2, 2), (8, 1, 1, 0), (2, 4, 1, 0)],
+)
 def test_the_backward_of_a_depthwise_convolution_copies_what_it_reads(
-    write: Write, channels: int, groups: int, copies: int
+    write: Write, channels: int, groups: int, dilation: int, copies: int
 ) -> None:
     image = "rand_strided((1, 8, 8, 8), (512, 1, 64, 8), device='cpu', dtype=torch.float32)"
     weight = f"rand_strided((8, {channels}, 3, 3), (9, 9, 3, 1), device='cpu', dtype=torch.float32)"
-    rest = f"None, [1, 1], [1, 1], [1, 1], False, [0, 0], {groups}, [True, False, False]"
+    twice = f"[{dilation}, {dilation}]"
+    rest = f"None, [1, 1], {twice}, {twice}, False, [0, 0], {groups}, [True, False, False]"
     call = f"""
 primals_1, primals_2, token_sin = args
 args.clear()
@@ -243,3 +248,56 @@ return buf1
     write(call, f"primals_1 = {image}\nprimals_2 = {weight}\ntoken_sin = {TOKEN}")
     found = with_compiled_memory(table(), TEXT)
     assert both(found.backward) == ((1 + copies) * 2 * KIB,) * 2
+
+
+BRANCHES = """
+if primals_1.any().item():
+    buf6 = empty_strided_cpu((256, ), (1, ), torch.float32)
+else:
+    buf6 = empty_strided_cpu((512, ), (1, ), torch.float32)
+"""
+
+
+def test_the_larger_of_two_branches_counts(write: Write) -> None:
+    head, tail = FORWARD.split("assert_size_stride", 1)
+    write(head + BRANCHES.strip() + "\nassert_size_stride" + tail, f"primals_1 = {SQUARE}")
+    write(BACKWARD, INPUTS)
+    found = with_compiled_memory(table(), TEXT)
+    assert found.is_rehearsed
+    assert both(found.forward) == (4 * KIB + 2 * 8,) * 2
+
+
+def test_what_is_found_to_be_so_is_no_branch(write: Write) -> None:
+    head, tail = FORWARD.split("assert_size_stride", 1)
+    wanted = "assert not primals_1.isnan().any().item()\nassert_size_stride"
+    write(head + wanted + tail, f"primals_1 = {SQUARE}")
+    write(BACKWARD, INPUTS)
+    assert with_compiled_memory(table(), TEXT).is_rehearsed
+
+
+def test_small_activations_are_there_from_the_beginning_of_the_backward(write: Write) -> None:
+    write(FORWARD, f"primals_1 = {SQUARE}")
+    write(BACKWARD, INPUTS)
+    without = both(with_compiled_memory(table(), TEXT).backward)
+    given = BACKWARD.replace("tangents_1 = args", "tangents_1, rsqrt = args")
+    write(given, INPUTS + f"rsqrt = {SQUARE}")
+    assert both(with_compiled_memory(table(), TEXT).backward) == tuple(n + KIB for n in without)
+
+
+def test_after_many_sizes_others_follow_from_them(write: Write) -> None:
+    """To rehearse a graph takes tenths of a second, and there may be hundreds of sizes."""
+    traced = table((4, 8))
+    text = traced.to_json()
+    batch = "rand_strided((4, 64), (64, 1), device='cpu', dtype=torch.float32)"
+    write(SIZED.replace("TEXT", repr(text)), f"primals_1 = 4\nprimals_2 = {batch}")
+    write(BACK_SIZED.replace("KEY", repr(key_of(text))), f"primals_1 = 4\ntoken_sin = {TOKEN}")
+
+    def at(rows: int) -> GraphTable:
+        said = GraphMemory(workspace_bytes=1000 * rows, least_bytes=1000 * rows)
+        sized = dataclasses.replace(table((rows, 2 * rows)), forward=said, backward=said)
+        return with_compiled_memory(sized, text)
+
+    assert all(at(rows).is_rehearsed for rows in range(1, 17))
+    assert not at(1000).is_rehearsed
+    assert both(at(1000).forward) == pytest.approx((512 * 1000,) * 2, rel=0.01)
+    assert at(8).is_rehearsed
