@@ -264,8 +264,11 @@ class GraphForecast:
 
     @property
     def _is_exact(self) -> bool:
-        """True if a step is one forward and its backward, of which the code has been rehearsed."""
-        if len(self._tables) != 1 or not all(t.is_rehearsed for t in self._tables.values()):
+        """True if a step is one forward and its backward, rehearsed at the sizes that they have."""
+        if len(self._tables) != 1:
+            return False
+        (table,) = self._tables.values()
+        if not table.is_rehearsed or table.sizes_vary:
             return False
         if self._is_whole is None:  # to see that takes a tenth of a second
             self._is_whole = self._know_all_graphs
@@ -285,7 +288,7 @@ class GraphForecast:
         """Measuring would not show that less is enough."""
         vary = any(table.sizes_vary for table in self._tables.values())
         part = _HOPELESS_WHERE_SIZES_VARY if vary else _HOPELESS_FRACTION
-        if self._is_exact and not vary:
+        if self._is_exact:
             part = _HOPELESS_WHERE_REHEARSED
         return self.lasting_bytes + max(self._updated_bytes, int(beside_bytes * part))
 

@@ -17,8 +17,6 @@ from tests.end_to_end.training import UNLIMITED, Program, Run, run
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-LACKS = 0.93
-"""Of what was measured, at least so much is named: small nets take some more by themselves."""
 BEYOND = 1.3
 """At most so much is named: the margins of small nets are large."""
 
@@ -87,5 +85,5 @@ def test_the_least_budget_is_named_before_the_first_step(
     with pytest.raises(InfeasibleBudgetError, match="the graphs have at once") as refused:
         run(program, device_budget=MIB, **options)
     named_bytes = refused.value.least_budget_bytes
-    assert LACKS * measured_bytes <= named_bytes <= BEYOND * measured_bytes
+    assert measured_bytes <= named_bytes <= BEYOND * measured_bytes
     assert run(program, device_budget=named_bytes, **options).moved_bytes > 0
