@@ -1,6 +1,6 @@
 """The modules that Inductor has generated: where they are, and what they are called with.
 
-What is read here stands in each of them (torch 2.11 to 2.13):
+What is read here stands in each of them (torch 2.13):
 
     def call(self, args):
         primals_1, primals_2, token_view = args
@@ -101,7 +101,7 @@ def code_with(constant: str) -> GeneratedCode | None:
     for module in reversed(PyCodeCache.modules):
         call = _call_of(module)
         if call is not None and constant in call.__code__.co_consts:
-            return _read(module)
+            return _read(module, call)
     return None
 
 
@@ -112,10 +112,9 @@ def _call_of(module: ModuleType) -> FunctionType | None:
 
 
 @functools.lru_cache(maxsize=_MOST_KEPT)
-def _read(module: ModuleType) -> GeneratedCode:
-    call = _call_of(module)
-    if call is None or module.__file__ is None:
-        raise LookupError("it has no call")
+def _read(module: ModuleType, call: FunctionType) -> GeneratedCode:
+    if module.__file__ is None:
+        raise LookupError("it is in no file")
     tree = ast.parse(Path(module.__file__).read_text("utf-8"))
     body, example = _function(tree, "call"), _function(tree, "get_args")
     inputs, sizes = _inputs(body)

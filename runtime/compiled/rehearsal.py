@@ -10,6 +10,7 @@ makes and drops each tensor. What PyTorch's own kernels take while they run is n
 depthwise convolutions copy.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -121,9 +122,9 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._account = None
 
     def given(self, name: str, value: TensorInput | int | None) -> torch.Tensor | int | None:
-        """An input. Those of the forward are there anyway; what a token stands for is counted.
+        """An input. What the forward is given is there anyway, and tokens take nothing.
 
-        The others are gradients of results, and saved activations that have no ops.
+        All others count: gradients of results, and saved activations that have no ops.
         """
         if not isinstance(value, TensorInput):
             return value
@@ -177,8 +178,8 @@ class _Ops:
         self._saved: dict[Account, int] = {}
         self._needed: dict[int, Account] = {}
         """By number of the memory."""
-        self._still: set[int] = set()
-        """Slots that are needed, or will be."""
+        self._slots_left: Counter[int] = Counter()
+        """Of each memory, those that are needed, or will be."""
 
     def enter(self, anchor: torch.Tensor, *_: object) -> torch.Tensor:
         return anchor.new_empty(0, dtype=torch.uint8)
@@ -186,8 +187,8 @@ class _Ops:
     enter_state = enter
 
     def enter_backward(self, anchor: torch.Tensor, *_: object) -> torch.Tensor:
-        for slot, saved in self._run.saved.items():
-            self._still.add(slot)
+        for saved in self._run.saved.values():
+            self._slots_left[saved.number] += 1
             if saved.number not in self._needed:
                 account = Account(saved.nbytes, can_leave=True, is_kept=saved.given)
                 self._needed[saved.number] = account
@@ -222,18 +223,15 @@ class _Ops:
         return self._run.make(Account(0), gradient.shape, gradient.stride(), **layout)
 
     def done(self, x: object, token: object, chain: object, slot: int) -> None:
-        self._still.remove(slot)
         saved = self._run.saved[slot]
-        if not saved.given and saved.number not in self._numbers_still_needed():
+        self._slots_left[saved.number] -= 1
+        if not saved.given and not self._slots_left[saved.number]:
             self._needed[saved.number].is_kept = False
 
     def acquire(self, *_: object) -> None:
         return None
 
     release = acquire
-
-    def _numbers_still_needed(self) -> set[int]:
-        return {self._run.saved[slot].number for slot in self._still}
 
 
 def _reinterpreted(

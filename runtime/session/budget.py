@@ -279,7 +279,7 @@ class GraphForecast:
         named = _with_margin(self.least_bytes) + moving_bytes
         if not self._tables:
             return named
-        margin = self._wide_margin_bytes
+        margin = self._margin_bytes
         if self._state_moves or not certainly:  # state has what they turn out not to need
             margin = min(margin, int(named * _MARGIN_WHERE_STATE_MOVES))
         return named + margin
@@ -293,7 +293,7 @@ class GraphForecast:
         return self.lasting_bytes + max(self._updated_bytes, int(beside_bytes * part))
 
     @property
-    def _wide_margin_bytes(self) -> int:
+    def _margin_bytes(self) -> int:
         beside = self.least_bytes - self.lasting_bytes
         if self._is_exact:
             return _NARROW_MARGIN_BYTES + int(beside * _NARROW_MARGIN_FRACTION)

@@ -13,14 +13,13 @@ from typing import Any
 
 from teraplan.values.graph_sizes import GraphSizes, MemoryOfSizes, most_at, value_at
 
+MIN_SLOT_BYTES = 64 << 10
+"""Smaller tensors stay: a transfer of less costs more in calls than it frees in bytes."""
+
 
 def key_of(text: str) -> str:
     """What tells a table, as a graph carries it, from others."""
     return f"table-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-MIN_SLOT_BYTES = 64 << 10
-"""Smaller tensors stay: a transfer of less costs more in calls than it frees in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

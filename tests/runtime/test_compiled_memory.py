@@ -120,6 +120,12 @@ return []
 """
 
 
+def forward_with(lines: str) -> str:
+    """`FORWARD` with these behind its `enter`."""
+    head, tail = FORWARD.split("assert_size_stride", 1)
+    return f"{head}{lines.strip()}\nassert_size_stride{tail}"
+
+
 def test_tensors_count_from_where_they_are_made_to_where_they_are_dropped(write: Write) -> None:
     write(FORWARD, f"primals_1 = {SQUARE}")
     write(BACKWARD, INPUTS)
@@ -204,22 +210,20 @@ u0 = buf6.size(0)
 buf7 = empty_strided_cpu((u0, 256), (256, 1), torch.float32)
 u1 = buf7.sum().item()
 """
-    head, tail = FORWARD.split("assert_size_stride", 1)
-    write(head + values.strip() + "\nassert_size_stride" + tail, f"primals_1 = {SQUARE}")
+    write(forward_with(values), f"primals_1 = {SQUARE}")
     write(BACKWARD, INPUTS)
     assert both(with_compiled_memory(table(), TEXT).forward) == (3 * KIB + 16 + 2 * 8,) * 2
-    loop = "while primals_1.sum().item():\n    pass\n"
-    write(head + loop + "assert_size_stride" + tail, f"primals_1 = {SQUARE}")
+    loop = "while primals_1.sum().item():\n    pass"
+    write(forward_with(loop), f"primals_1 = {SQUARE}")
     assert with_compiled_memory(table(), TEXT).sizes_vary
 
 
 def test_random_numbers_are_those_of_the_training(write: Write) -> None:
-    head, tail = FORWARD.split("assert_size_stride", 1)
     seeds = """
 buf6 = empty_strided_cpu((1, ), (1, ), torch.int64)
 aten.randint.low_out(-9223372036854775808, 9223372036854775807, [1], out=buf6)
-assert_size_stride"""
-    write(head + seeds.strip() + tail, f"primals_1 = {SQUARE}")
+"""
+    write(forward_with(seeds), f"primals_1 = {SQUARE}")
     write(BACKWARD, INPUTS)
     before = torch.get_rng_state()
     assert with_compiled_memory(table(), TEXT).is_rehearsed
@@ -259,8 +263,7 @@ else:
 
 
 def test_the_larger_of_two_branches_counts(write: Write) -> None:
-    head, tail = FORWARD.split("assert_size_stride", 1)
-    write(head + BRANCHES.strip() + "\nassert_size_stride" + tail, f"primals_1 = {SQUARE}")
+    write(forward_with(BRANCHES), f"primals_1 = {SQUARE}")
     write(BACKWARD, INPUTS)
     found = with_compiled_memory(table(), TEXT)
     assert found.is_rehearsed
@@ -268,9 +271,8 @@ def test_the_larger_of_two_branches_counts(write: Write) -> None:
 
 
 def test_what_is_found_to_be_so_is_no_branch(write: Write) -> None:
-    head, tail = FORWARD.split("assert_size_stride", 1)
-    wanted = "assert not primals_1.isnan().any().item()\nassert_size_stride"
-    write(head + wanted + tail, f"primals_1 = {SQUARE}")
+    wanted = "assert not primals_1.isnan().any().item()"
+    write(forward_with(wanted), f"primals_1 = {SQUARE}")
     write(BACKWARD, INPUTS)
     assert with_compiled_memory(table(), TEXT).is_rehearsed
 
