@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine.saved import Saved
@@ -35,8 +36,7 @@ Signature = tuple[object, ...]
 """What a step consists of, times and sizes left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """What is known of a saved activation beside its sites."""
 
     name: str
@@ -115,11 +115,13 @@ class StepRecorder:
         """What the process held beside tensors when the step began."""
         return self._base_bytes - self.state_bytes
 
-    def arrive(self, key: SiteKey) -> None:
-        """A site is reached."""
+    def arrive(self, key: SiteKey) -> int:
+        """A site is reached; returns its number."""
         mark = self._device.mark()
         waited_ns = self._device.waited_beside_ns()
-        before = self._visits[-1] if self._visits else None
+        visits = self._visits
+        site = len(visits)
+        before = visits[-1] if site else None
         visit = _Visit(
             key=key,
             arrived=mark,
@@ -129,7 +131,8 @@ class StepRecorder:
             state_bytes=before.state_bytes if before is not None else 0,
             peak_bytes=self._take_peak() if self.measure_memory else 0,
         )
-        self._visits.append(visit)  # an interrupt comes before or after it
+        visits.append(visit)  # an interrupt comes before or after it
+        return site
 
     def leave(self, managed_bytes: int, state_bytes: int = 0) -> None:
         """The engine is through with the site.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -69,7 +69,7 @@ class Saved:
 
     def check_version(self) -> None:
         """Raise if user code has changed the tensor since it was saved."""
-        if self.tensor is not None and self.modified:
+        if self.tensor is not None and self.tensor._version != self.version:
             raise UnsupportedError(
                 f"{self.name}: modified in place (version {self.version} -> "
                 f"{self.tensor._version}) after the forward saved it for the backward; "
@@ -77,8 +77,7 @@ class Saved:
             )
 
 
-@dataclass(slots=True, frozen=True)
-class View:
+class View(NamedTuple):
     """What one token stands for: a place in a saved storage."""
 
     saved: Saved
