@@ -9,7 +9,9 @@ What is read here stands in each of them (torch 2.13):
         ...
     def get_args():
         primals_1 = 8
+        _shared_storage_0 = rand_strided((96,), (1,), device='cpu', dtype=torch.float32)
         primals_2 = rand_strided((8, 64), (64, 1), device='cpu', dtype=torch.float32)
+        primals_3 = torch.as_strided(_shared_storage_0, (8, 4), (12, 1))
         ...
 
 Where some of it is missing the code is one that is not known here.
@@ -20,7 +22,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -35,6 +37,14 @@ _MOST_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """What several inputs are views of."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInput:
     """A tensor that generated code is called with."""
 
@@ -42,6 +52,8 @@ class TensorInput:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    shared: SharedMemory | None = None
+    """None: its memory is its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +84,7 @@ class GeneratedCode:
             if isinstance(like, TensorInput):
                 with contextlib.suppress(NameError):  # a size that follows from values
                     shape = eval(size, dict(_KNOWN), symbols), eval(stride, dict(_KNOWN), symbols)
-                    found[name] = TensorInput(*shape, like.dtype, like.device)
+                    found[name] = replace(like, size=shape[0], stride=shape[1])
         return {name: found.get(name) for name in self.inputs}
 
     def named_sizes(self, values: Sequence[int]) -> dict[str, int]:
@@ -122,7 +134,7 @@ def _read(module: ModuleType, call: FunctionType) -> GeneratedCode:
         module=module,
         call=call,
         inputs=inputs,
-        traced=dict(_traced(example)),
+        traced=_traced(example),
         sizes=sizes,
         layouts=tuple(_layouts(body, inputs)),
         given_sizes=tuple(_given_sizes(body)),
@@ -140,18 +152,30 @@ def _inputs(body: ast.FunctionDef) -> tuple[tuple[str, ...], dict[str, str]]:
     return inputs, sizes
 
 
-def _traced(example: ast.FunctionDef) -> Iterator[tuple[str, TensorInput | int]]:
+def _traced(example: ast.FunctionDef) -> dict[str, TensorInput | int]:
+    found: dict[str, TensorInput | int] = {}
     for target, value in _assignments(example):
+        name = _name(target)
         if isinstance(value, ast.Constant) and isinstance(value.value, int):
-            yield _name(target), value.value
+            found[name] = value.value
         elif isinstance(value, ast.Call) and _name(value.func) == "rand_strided":
             given = {keyword.arg: keyword.value for keyword in value.keywords}
             size, stride = map(ast.literal_eval, value.args)
             dtype = getattr(torch, _attribute(given["dtype"]))
-            yield (
-                _name(target),
-                TensorInput(size, stride, dtype, ast.literal_eval(given["device"])),
-            )
+            found[name] = TensorInput(size, stride, dtype, ast.literal_eval(given["device"]))
+        elif isinstance(value, ast.Call) and _attribute(value.func) == "as_strided":
+            found[name] = _view(found.get(_name(value.args[0])), value.args)
+    return found
+
+
+def _view(whole: TensorInput | int | None, args: Sequence[ast.expr]) -> TensorInput:
+    """What the arguments of `as_strided` say: `whole` by its name, size and stride."""
+    if whole is None or isinstance(whole, int):
+        raise LookupError("it makes views of what it does not make")
+    nbytes = math.prod(whole.size) * whole.dtype.itemsize
+    size, stride = map(ast.literal_eval, args[1:3])
+    shared = SharedMemory(_name(args[0]), nbytes)
+    return replace(whole, size=size, stride=stride, shared=shared)
 
 
 def _layouts(

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from teraplan import ops
-from teraplan.runtime.compiled.generated_code import GeneratedCode, TensorInput
+from teraplan.runtime.compiled.generated_code import GeneratedCode, SharedMemory, TensorInput
 from teraplan.runtime.compiled.ledger import Account, Ledger
 
 _aten = torch.ops.aten
@@ -94,6 +94,7 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """It has asked for a value that is true or false."""
         self._value = value
         self._account: Account | None = None
+        self._shared: dict[SharedMemory, Account] = {}
         self._num_values = 0
 
     def __torch_dispatch__(
@@ -128,7 +129,11 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if not isinstance(value, TensorInput):
             return value
-        account = Account(0) if name.startswith(_THERE) else None
+        account = None
+        if name.startswith(_THERE):
+            account = Account(0)
+        elif value.shared is not None:
+            account = self._shared.setdefault(value.shared, Account(value.shared.nbytes))
         layout = {"dtype": value.dtype, "device": value.device}
         return self.make(account, value.size, value.stride, **layout)
 

@@ -136,7 +136,7 @@ class Mover:
             victim = next(victims, None)
             if victim is None:
                 if strict or self.faults:
-                    self._overrun(limit_bytes)
+                    self._overrun(nbytes, limit_bytes)
                 return
             if victim.in_use or victim.tokens == 0 or victim.modified:
                 continue
@@ -167,16 +167,20 @@ class Mover:
         if self._resident.pop(id(saved), None) is not None:
             self.managed_bytes -= saved.nbytes
 
-    def _overrun(self, limit_bytes: int) -> None:
+    def _overrun(self, nbytes: int, limit_bytes: int) -> None:
+        needed = self.managed_bytes + nbytes
+        coming = f", and {format_nbytes(nbytes)} more is needed now" if nbytes else ""
         what = (
-            f"saved activations take {format_nbytes(self.managed_bytes)} where "
-            f"{format_nbytes(max(0, limit_bytes))} are left of device_budget, and none can leave; "
-            "raise device_budget"
+            f"saved activations take {format_nbytes(self.managed_bytes)}{coming}, where "
+            f"{format_nbytes(max(0, limit_bytes))} are left of device_budget, and none can leave: "
+            f"raise device_budget by {format_nbytes(needed - limit_bytes)}"
         )
         if not self.faults:
             raise BudgetExceededError(what)
         fault = bare(self.faults[0])
-        fault.args = (f"{fault}; {what}, or make room in storage",)
+        is_full = isinstance(fault, StorageFullError)
+        instead = "make room in storage" if is_full else "name another directory as storage"
+        fault.args = (f"{fault}; {what}, or {instead}",)
         raise fault
 
     def _stalled(self, saved: Saved, waited_ns: int) -> None:

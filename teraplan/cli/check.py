@@ -20,8 +20,11 @@ def _run(options: argparse.Namespace) -> int:
     found = check_plan(plan)
     violations = broken_rules(found)
     outdated = [violation.message for violation in found if not violations]
-    if outdated:
-        plan = as_it_is(plan)
+    if not violations:
+        said_ns, plan = plan.prediction.step_ns, as_it_is(plan)
+        if said_ns != plan.prediction.step_ns:
+            now_ns = plan.prediction.step_ns
+            outdated.append(f"step_ns is {said_ns} in the plan, {now_ns} by a simulation of it")
     if options.json:
         peaks = {
             "device": plan.prediction.device_peak_bytes,
@@ -47,8 +50,8 @@ COMMAND = Command(
     description=(
         "Recomputes everything that a plan promises from its trace and its migrations: order of\n"
         "sites, tensors away only while idle, budgets and peaks of each tier, bytes moved.\n"
-        "Exit code 0 if the plan holds, 1 if not; run it after you edited a plan by hand. Its\n"
-        "prediction then is of the plan as it was, which is said and does not count."
+        "Exit code 0 if the plan holds, 1 if not; run it after you edited a plan by hand. If its\n"
+        "prediction is of the plan as it was, that is said, and does not count."
     ),
     example="teraplan check plan.json",
     add_arguments=_add_arguments,

@@ -98,17 +98,17 @@ def read_as_it_is(path: Path) -> tuple[Plan, tuple[str, ...]]:
 
 def predicted_as_it_is(plan: Plan, path: Path) -> tuple[Plan, tuple[str, ...]]:
     """The same of a plan that has been read from the file at `path`."""
-    found = check_plan(plan)
-    broken = broken_rules(found)
+    broken = broken_rules(check_plan(plan))
     if broken:
         rules = "1 rule" if len(broken) == 1 else f"{len(broken)} rules"
         return plan, (
             f"{path} does not hold: it breaks {rules} (`teraplan check` names them). The "
             "prediction is that of the file, and does not count",
         )
-    if not found:
+    again = as_it_is(plan)
+    if again is plan:
         return plan, ()
-    return as_it_is(plan), (f"{path} was edited: the prediction is made anew",)
+    return again, (f"{path} was edited, or another version made it: the prediction is made anew",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -208,6 +208,8 @@ def with_bound(plan: Plan) -> Plan:
 def as_it_is(plan: Plan) -> Plan:
     """A plan that somebody may have edited, with the prediction of what it says now.
 
+    It is the plan itself if that is what it predicts.
+
     Raises:
         InvalidPlanError: it does not hold.
     """
@@ -215,7 +217,11 @@ def as_it_is(plan: Plan) -> Plan:
     broken = broken_rules(violations)
     if broken:
         raise invalid(broken)
-    return (with_choices_of(plan, plan.trace, plan.hardware) if violations else None) or plan
+    again = with_choices_of(plan, plan.trace, plan.hardware)
+    if again is None:
+        return plan
+    said = replace(plan.prediction, bound_ns=again.prediction.bound_ns)
+    return again if violations or said != again.prediction else plan
 
 
 def _predicted(plan: Plan) -> Plan | None:

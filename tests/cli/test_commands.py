@@ -86,7 +86,7 @@ def test_show_json_of_a_run_file(files: Files, capsys: Captured) -> None:
 def test_show_json(files: Files, capsys: Captured) -> None:
     assert main(["show", files.plan, "--json", "--all"]) == 0
     facts = loaded(capsys)
-    assert facts["prediction"]["stall_ns"] == {"g0.c7/gelu_1": 18700000, "g0.c8/gelu_1": 18800000}
+    assert facts["prediction"]["stall_ns"] == {"g0.c7/gelu_1": 18762377, "g0.c8/gelu_1": 18762376}
     assert facts["rows"][0]["layer"] == "blocks.{0-8}.mlp"
     assert facts["migrations"][0]["tensor"] == "g0.c0/sdpa_0"
 
@@ -198,9 +198,12 @@ def test_an_edited_plan_is_what_it_says_now(files: Files, capsys: Captured) -> N
     capsys.readouterr()
     assert main(["show", str(path), "--json"]) == 0
     shown = loaded(capsys)
-    assert shown["notes"] == [f"{path} was edited: the prediction is made anew"]
-    assert shown["prediction"]["step_ns"] == again.prediction.step_ns
-    assert shown["prediction"]["step_ns"] != plan.prediction.step_ns
+    assert shown["notes"] == [
+        f"{path} was edited, or another version made it: the prediction is made anew"
+    ]
+    for field in ("device_peak_bytes", "step_ns"):
+        assert shown["prediction"][field] == getattr(again.prediction, field)
+    assert again.prediction.device_peak_bytes != plan.prediction.device_peak_bytes
     write_plan(again, files.out / "again.json")
     assert main(["diff", str(path), str(files.out / "again.json")]) == 0
     assert "made anew\nThe plans are equal." in capsys.readouterr().out
@@ -209,6 +212,25 @@ def test_an_edited_plan_is_what_it_says_now(files: Files, capsys: Captured) -> N
     assert again.migrations == edited.migrations
     assert not check_plan(again)
     assert as_it_is(again) is again
+
+
+def test_an_edit_that_changes_times_alone_is_seen(files: Files, capsys: Captured) -> None:
+    """Peaks and bytes are as they were, and so the checker has nothing to say."""
+    plan = make_plan()
+    late = tuple(replace(m, back=m.needed) for m in plan.migrations)
+    edited, path = replace(plan, migrations=late), files.out / "late.json"
+    assert not check_plan(edited)
+    write_plan(edited, path)
+    step_ns = as_it_is(edited).prediction.step_ns
+    assert step_ns > plan.prediction.step_ns
+    assert main(["check", str(path)]) == 0
+    said = f"step_ns is {plan.prediction.step_ns} in the plan, {step_ns} by a simulation of it"
+    assert said in capsys.readouterr().out
+    assert main(["show", str(path), "--json"]) == 0
+    shown = loaded(capsys)
+    assert len(shown["notes"]) == 1
+    assert shown["prediction"]["step_ns"] == step_ns
+    assert main(["plot", str(path), "-o", str(files.out / "late.png")]) == 0
 
 
 def test_plans_of_steps_that_were_measured_otherwise_are_not_equal(

@@ -1,9 +1,10 @@
 """A plan of known shape: twelve transformer blocks, forward, backward and an optimizer step."""
 
-from teraplan.simulation.memory_curve import device_curve, managed_curve, peak
+from teraplan.simulation.memory_curve import managed_curve
+from teraplan.simulation.simulate import predict
 from teraplan.units import GIB, MIB
 from teraplan.values.hardware import Budgets, Hardware, Link, Tier
-from teraplan.values.plan import Migration, Plan, Prediction
+from teraplan.values.plan import Migration, Plan
 from teraplan.values.run_record import Direction, RunRecord, StallRecord, TransferRecord
 from teraplan.values.step_trace import Fingerprint, Site, SiteKind, StepTrace, Tensor, TensorKind
 
@@ -122,37 +123,24 @@ def make_migrations(trace: StepTrace, num_blocks: int = 9) -> tuple[Migration, .
 
 
 def make_plan(num_blocks: int = 9, budget: int = int(2.75 * GIB), policy: str = "repair") -> Plan:
-    """A plan with round numbers as its prediction: reports show them and do not compute them."""
+    """A plan of a step with round numbers."""
     trace = make_trace()
     migrations = make_migrations(trace, num_blocks)
-    moved = {tier: 0 for tier in (Tier.HOST, Tier.STORAGE)}
-    for migration in migrations:
-        moved[migration.tier] += trace.tensors[migration.tensor_id].nbytes
+    hardware = Hardware(
+        device="Test GPU",
+        device_capacity_bytes=8 * GIB,
+        host_capacity_bytes=32 * GIB,
+        storage_capacity_bytes=500 * GIB,
+        host_link=LINK,
+        storage_link=DISK,
+    )
     return Plan(
         policy=policy,
         budgets=Budgets(device_bytes=budget, host_bytes=2 * GIB, storage_bytes=64 * GIB),
-        hardware=Hardware(
-            device="Test GPU",
-            device_capacity_bytes=8 * GIB,
-            host_capacity_bytes=32 * GIB,
-            storage_capacity_bytes=500 * GIB,
-            host_link=LINK,
-            storage_link=DISK,
-        ),
+        hardware=hardware,
         trace=trace,
         migrations=migrations,
-        prediction=Prediction(
-            step_ns=trace.duration_ns + 37_500_000,
-            ideal_ns=trace.duration_ns,
-            device_peak_bytes=peak(device_curve(trace, migrations)),
-            unlimited_peak_bytes=peak(device_curve(trace)),
-            managed_peak_bytes=peak(managed_curve(trace, migrations)),
-            host_peak_bytes=moved[Tier.HOST],
-            storage_peak_bytes=moved[Tier.STORAGE],
-            out_bytes=moved,
-            back_bytes=moved,
-            stall_ns={17: 18_800_000, 15: 18_700_000},
-        ),
+        prediction=predict(trace, hardware, migrations),
     )
 
 

@@ -286,6 +286,22 @@ def test_small_activations_are_there_from_the_beginning_of_the_backward(write: W
     assert both(with_compiled_memory(table(), TEXT).backward) == tuple(n + KIB for n in without)
 
 
+def test_views_of_one_memory_count_once(write: Write) -> None:
+    """Such as inputs and targets of a language model, or slices that both are small and stay."""
+    shared = "rand_strided((512,), (1,), device='cpu', dtype=torch.float32)"
+    square = "torch.as_strided(_shared_storage_0, (16, 16), (32, 1))"
+    write(FORWARD, f"_shared_storage_0 = {shared}\nprimals_1 = {square}")
+    write(BACKWARD, INPUTS)
+    plain = with_compiled_memory(table(), TEXT)
+    assert plain.is_rehearsed
+    assert both(plain.forward) == (2 * KIB + 2 * 8,) * 2, "what is given is elsewhere"
+    views = f"_shared_storage_0 = {shared}\nrsqrt = {square}\nslice_1 = {square}\nreturn []"
+    given = BACKWARD.replace("tangents_1 = args", "tangents_1, rsqrt, slice_1 = args")
+    write(given, INPUTS.replace("return []", views))
+    found = with_compiled_memory(table(), TEXT)
+    assert both(found.backward) == tuple(n + 2 * KIB for n in both(plain.backward))
+
+
 def test_after_many_sizes_others_follow_from_them(write: Write) -> None:
     """To rehearse a graph takes tenths of a second, and there may be hundreds of sizes."""
     traced = table((4, 8))
