@@ -41,7 +41,9 @@ _THEIRS_WARMUP_STEPS = 3
 
 def main() -> None:
     """Race, print the table, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--deepspeed", help="interpreter in which DeepSpeed is installed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=512)

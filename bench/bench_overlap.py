@@ -119,7 +119,9 @@ def one_round(directory: Path, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     """Measures, prints medians, writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2)

@@ -214,7 +214,9 @@ def _plot(rows: Sequence[dict[str, object]], path: Path) -> None:
 
 def main() -> None:
     """Runs one of the six, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = ("paper", "grid", "small", "speed", "splits", "published")
     parser.add_argument("what", nargs="?", choices=kinds, default=None)
     parser.add_argument("--policies", default=None, help="with commas; all if not given")

@@ -32,7 +32,9 @@ _WARMUP_STEPS = 12
 
 def main() -> None:
     """Find the unlimited peak, race, print the table, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--storage-mb-per-s", type=int, default=100)

@@ -36,7 +36,9 @@ _BUDGET_BYTES = 256 << 20
 
 def main() -> None:
     """Train, print the result, and write it down."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     parser.add_argument("--budget", type=int, default=_BUDGET_BYTES, help="bytes")
     parser.add_argument("--steps", type=int, default=8)

@@ -37,7 +37,9 @@ QUICK: dict[str, object] = MODEL | {"num_layers": 3, "width": 256}
 
 def main() -> None:
     """Find the unlimited peak, race, print the table, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--quick", action="store_true", help="a small model")

@@ -287,7 +287,9 @@ def require_fio() -> None:
 
 def main() -> None:
     """Measures, prints the table, writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--gib", type=float, default=2)
     parser.add_argument("--rounds", type=int, default=5)

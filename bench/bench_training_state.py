@@ -44,7 +44,9 @@ _UNLIMITED_WARMUP_STEPS = 3
 
 def main() -> None:
     """Compare rates."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--strict", action="store_true", help="activations within the per cent")

@@ -32,7 +32,9 @@ Step = Callable[[Optimizer], None]
 
 def main() -> None:
     """Print and write down the times of both ways."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--millions", type=int, nargs="*", default=[8, 60], help="of parameters")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()

@@ -23,7 +23,9 @@ from bench.models import gpt
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and write the outcome to a file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--name", required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--backend", default="teraplan")

@@ -160,7 +160,7 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
     before = case.reserve_bytes
     case.reserve_bytes += beyond
     assert case.schedule is not None
-    old = case.schedule.plan
+    old, state_moves = case.schedule.plan, case.schedule.moves_state
     try:
         return Lesson(plan=plans.make(case, like=old), held_back_bytes=beyond)
     except InfeasibleBudgetError as error:
@@ -180,19 +180,22 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
         held_back_bytes=held_back,
         fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
         f"{format_nbytes(budget_bytes)}: of the {format_nbytes(beyond)} to be held back for "
-        f"{_what_for(plans.grown_bytes(case), beyond)}, only {format_nbytes(held_back)} can be; a "
-        f"device_budget of {format_nbytes(budget_bytes + beyond - held_back)} has room for all of "
-        "it",
+        f"{_what_for(plans.grown_bytes(case), beyond, state_moves=state_moves)}, "
+        f"only {format_nbytes(held_back)} can be; a device_budget of "
+        f"{format_nbytes(budget_bytes + beyond - held_back)} has room for all of it",
     )
 
 
-def _what_for(grown_bytes: int, beyond_bytes: int) -> str:
+def _what_for(grown_bytes: int, beyond_bytes: int, *, state_moves: bool) -> str:
     """What takes memory that no plan knows of."""
+    free = "free memory between tensors"
+    if state_moves:
+        free += ", and for parameters and gradients that the program reads where they are away"
     if grown_bytes <= beyond_bytes // 4:
-        return "free memory between tensors"
+        return free
     return (
         f"data that the program holds ({format_nbytes(grown_bytes)} more than when memory was "
-        "measured) and free memory between tensors"
+        f"measured) and {free}"
     )
 
 

@@ -19,12 +19,14 @@ def why_unplanned(case: Case, *, num_kinds: int, profile_steps: int) -> str:
             f"after {case.pause_steps - case.paused_steps} more they are measured again"
         )
     if case.num_begun <= 1 and not case.is_first:
+        behind = ", behind steps as the last ones" if case.in_turn else ""
         return (
-            "none before began with the same graph at the same sizes; "
+            f"none before began with the same graph at the same sizes{behind}; "
             f"{num_kinds} kinds of steps so far, each planned for once it repeats"
         )
     if case.attempts:
-        return f"steps of this kind were different {case.attempts} times; they are measured again"
+        often = "once" if case.attempts == 1 else f"{case.attempts} times"
+        return f"steps of this kind were different {often}; they are measured again"
     if case.memory is None:
         return "memory is measured in the first step that compiles nothing and makes no state"
     return f"times of {len(case.durations_ns)} of {profile_steps} steps have been measured"

@@ -47,7 +47,8 @@ Plans memory of training steps, and looks at this machine and at plans and runs.
 exit codes:
   0  done; the answer is yes
   1  done; the answer is no (does not fit, invalid plan, plans differ, warnings with --strict)
-  2  bad input or usage; one line on stderr says what to do
+  2  bad input or usage; one message on stderr says what to do
+  130  interrupted
 """
 
 

@@ -156,10 +156,10 @@ def _lines(
     if plan is not None:
         said = plan.prediction
         part = said.ideal_ns / said.step_ns if said.step_ns else 1.0
-        ideal = f"{part:.1%} of the ideal {format_ns(said.ideal_ns)}"
-        rows.append(("predicted step", f"{format_ns(said.step_ns)}, {ideal}"))
+        ideal = f"the ideal is {format_ns(said.ideal_ns)} ({100 * part:.1f} % of its speed)"
+        rows.append(("predicted step", f"{format_ns(said.step_ns)}; {ideal}"))
         if said.gap is not None:
-            rows.append(("no plan is faster by more than", f"{said.gap:.1%}"))
+            rows.append(("no plan is faster by more than", f"{100 * said.gap:.1f} %"))
     yield "It fits." if plan else f"It does not fit: {why}"
     yield ""
     yield from aligned(rows)

@@ -11,7 +11,9 @@ from teraplan.library.machines import DEVICES, machine_named
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("machine", metavar="MACHINE", help=f"one of {', '.join(DEVICES)}, options")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="the file to be written"
+    )
 
 
 def _run(options: argparse.Namespace) -> int:

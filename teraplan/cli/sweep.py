@@ -38,16 +38,28 @@ class Cell:
     """None where nothing fits."""
 
 
+_SWEPT = (
+    ("--device-budgets", "80%,60%,40%,25%,15%", "sizes, or parts of the peak with nothing moved"),
+    ("--host-budgets", "0,64GiB,256GiB", "sizes"),
+    ("--ssds", "1,4,12", "numbers of SSDs"),
+)
+"""Options, what they are if not given, and what is in them."""
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, nargs="?", metavar="TRACE", help="a trace file")
     add_workload_arguments(parser)
     parser.add_argument(
-        "--hardware", required=True, metavar="H", help="a machine of the library, such as h200"
+        "--hardware",
+        required=True,
+        metavar="MACHINE",
+        help="a machine of the library by its name alone, such as h200",
     )
-    parser.add_argument("--device-budgets", default="80%,60%,40%,25%,15%", metavar="LIST")
-    parser.add_argument("--host-budgets", default="0,64GiB,256GiB", metavar="LIST")
-    parser.add_argument("--ssds", default="1,4,12", metavar="LIST")
-    parser.add_argument("--policy", default="teraplan")
+    for name, default, what in _SWEPT:
+        shown = default.replace("%", "%%")
+        help_text = f"{what}, separated by commas (default: {shown})"
+        parser.add_argument(name, default=default, metavar="LIST", help=help_text)
+    parser.add_argument("--policy", default="teraplan", help="whose plans (default: %(default)s)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="the table as a CSV file")
     parser.add_argument("--png", type=Path, metavar="FILE", help="a picture; needs matplotlib")
 

@@ -30,7 +30,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_workload_arguments(parser)
     add_machine_argument(parser)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the trace file to be written",
+    )
 
 
 def _run(options: argparse.Namespace) -> int:
