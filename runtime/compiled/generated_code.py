@@ -55,6 +55,11 @@ class TensorInput:
     shared: SharedMemory | None = None
     """None: its memory is its own."""
 
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.size) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratedCode:
@@ -134,7 +139,7 @@ def _read(module: ModuleType, call: FunctionType) -> GeneratedCode:
         module=module,
         call=call,
         inputs=inputs,
-        traced=_traced(example),
+        traced=_traced(example, sizes),
         sizes=sizes,
         layouts=tuple(_layouts(body, inputs)),
         given_sizes=tuple(_given_sizes(body)),
@@ -152,30 +157,34 @@ def _inputs(body: ast.FunctionDef) -> tuple[tuple[str, ...], dict[str, str]]:
     return inputs, sizes
 
 
-def _traced(example: ast.FunctionDef) -> dict[str, TensorInput | int]:
-    found: dict[str, TensorInput | int] = {}
-    for target, value in _assignments(example):
-        name = _name(target)
-        if isinstance(value, ast.Constant) and isinstance(value.value, int):
-            found[name] = value.value
-        elif isinstance(value, ast.Call) and _name(value.func) == "rand_strided":
+def _traced(example: ast.FunctionDef, sizes: Mapping[str, str]) -> Mapping[str, TensorInput | int]:
+    made = {_name(target): value for target, value in _assignments(example)}
+    numbers = {
+        name: value.value
+        for name, value in made.items()
+        if isinstance(value, ast.Constant) and isinstance(value.value, int)
+    }
+    symbols = {name: numbers[given] for name, given in sizes.items() if given in numbers}
+
+    def shape(args: Sequence[ast.expr]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        size, stride = (eval(_compiled(arg), dict(_KNOWN), symbols) for arg in args)
+        return size, stride
+
+    tensors: dict[str, TensorInput] = {}
+    for name, value in made.items():
+        if not isinstance(value, ast.Call):
+            continue
+        if _name(value.func) == "rand_strided":
             given = {keyword.arg: keyword.value for keyword in value.keywords}
-            size, stride = map(ast.literal_eval, value.args)
             dtype = getattr(torch, _attribute(given["dtype"]))
-            found[name] = TensorInput(size, stride, dtype, ast.literal_eval(given["device"]))
-        elif isinstance(value, ast.Call) and _attribute(value.func) == "as_strided":
-            found[name] = _view(found.get(_name(value.args[0])), value.args)
-    return found
-
-
-def _view(whole: TensorInput | int | None, args: Sequence[ast.expr]) -> TensorInput:
-    """What the arguments of `as_strided` say: `whole` by its name, size and stride."""
-    if whole is None or isinstance(whole, int):
-        raise LookupError("it makes views of what it does not make")
-    nbytes = math.prod(whole.size) * whole.dtype.itemsize
-    size, stride = map(ast.literal_eval, args[1:3])
-    shared = SharedMemory(_name(args[0]), nbytes)
-    return replace(whole, size=size, stride=stride, shared=shared)
+            device = ast.literal_eval(given["device"])
+            tensors[name] = TensorInput(*shape(value.args), dtype, device)
+        elif _attribute(value.func) == "as_strided":
+            whole = tensors[_name(value.args[0])]
+            memory = SharedMemory(_name(value.args[0]), whole.nbytes)
+            size, stride = shape(value.args[1:3])
+            tensors[name] = replace(whole, size=size, stride=stride, shared=memory)
+    return {**numbers, **tensors}
 
 
 def _layouts(

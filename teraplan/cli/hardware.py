@@ -10,7 +10,12 @@ from teraplan.library.machines import DEVICES, machine_named
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("machine", metavar="MACHINE", help=f"one of {', '.join(DEVICES)}, options")
+    parser.add_argument(
+        "machine",
+        metavar="MACHINE",
+        help=f"one of {', '.join(DEVICES)}; with options if need be, such as "
+        "h200:ssd=4:host=1TiB:cores=40GB:staging=1GiB",
+    )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="the file to be written"
     )

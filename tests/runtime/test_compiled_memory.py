@@ -186,13 +186,18 @@ return (buf1, )
 @pytest.mark.parametrize(
     ("sizes", "nbytes"), [((4, 8), 2 * KIB), ((6, 12), 3 * KIB), ((6, 13), None)]
 )
+@pytest.mark.parametrize("is_view", [False, True])
 def test_sizes_are_those_of_the_call(
-    write: Write, sizes: tuple[int, ...], nbytes: int | None
+    write: Write, sizes: tuple[int, ...], nbytes: int | None, is_view: bool
 ) -> None:
     traced = table((4, 8))
     text = traced.to_json()
-    batch = "rand_strided((4, 64), (64, 1), device='cpu', dtype=torch.float32)"
-    write(SIZED.replace("TEXT", repr(text)), f"primals_1 = 4\nprimals_2 = {batch}")
+    where = "device='cpu', dtype=torch.float32)"
+    batch = f"primals_2 = rand_strided((4, 64), (64, 1), {where}"
+    if is_view:
+        batch = f"_shared_storage_0 = rand_strided((65*s77, ), (1, ), {where}\n"
+        batch += "primals_2 = torch.as_strided(_shared_storage_0, (s77, 64), (65, 1))"
+    write(SIZED.replace("TEXT", repr(text)), f"{batch}\nprimals_1 = 4")
     back = BACK_SIZED.replace("KEY", repr(key_of(text)))
     write(back, f"primals_1 = 4\ntoken_sin = {TOKEN}")
     found = with_compiled_memory(table(sizes), text)
