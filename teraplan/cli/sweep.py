@@ -191,7 +191,7 @@ def _picture(cells: Sequence[Cell], ideal_ns: int, path: Path) -> None:
         ) from error
     curves = [
         Curve(
-            label=f"{ssds} SSD, {format_nbytes(host)} host",
+            label=f"{ssds} SSD{'s' if ssds != 1 else ''}, {format_nbytes(host)} host",
             points=tuple(
                 (cell.device_bytes, cell.plan.prediction.step_ns)
                 for cell in cells

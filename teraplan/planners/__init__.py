@@ -286,6 +286,6 @@ def planner_named(policy: str) -> Planner:
     if policy in others:
         return load_planner(others[policy])
     names = sorted({*POLICIES, *others})
-    near = difflib.get_close_matches(policy, names, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(policy, names, n=1, cutoff=0.5)
     hint = f'; did you mean "{near[0]}"?' if near else ""
     raise ConfigError(f'policy "{policy}" is not one of {", ".join(names)}{hint}')

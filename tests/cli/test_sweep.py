@@ -1,6 +1,7 @@
 """`teraplan sweep`: its table, what it compares, and what it refuses."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from teraplan.cli import main, sweep
 from teraplan.planners import make_plan
+from teraplan.report.sweep_picture import Curve, merged
 from teraplan.units import GIB
 from teraplan.values.plan import Plan
 from tests.cli.example_files import Captured, loaded
@@ -87,3 +89,15 @@ def test_wrong_sweeps_are_2_before_anything_is_planned(
     filled = [trace if argument == "TRACE" else argument for argument in arguments]
     assert main(["sweep", *filled]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_curves_that_lie_on_one_another_are_drawn_once() -> None:
+    slow = Curve(label="1 SSD", points=((10, 1000), (20, 500)))
+    fast = Curve(label="4 SSDs", points=((10, 400), (20, 300)))
+    nearly = Curve(label="12 SSDs", points=((10, 396), (20, 300)))
+    least = Curve(label="0 SSDs", points=((20, 300),))
+    assert merged([slow, fast, nearly, least]) == [
+        slow,
+        replace(fast, label="4 SSDs\n12 SSDs"),
+        least,
+    ]
