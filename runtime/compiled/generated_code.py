@@ -88,8 +88,8 @@ class GeneratedCode:
             like = found.get(name)
             if isinstance(like, TensorInput):
                 with contextlib.suppress(NameError):  # a size that follows from values
-                    shape = eval(size, dict(_KNOWN), symbols), eval(stride, dict(_KNOWN), symbols)
-                    found[name] = replace(like, size=shape[0], stride=shape[1])
+                    shape = {"size": _value(size, symbols), "stride": _value(stride, symbols)}
+                    found[name] = replace(like, **shape)
         return {name: found.get(name) for name in self.inputs}
 
     def named_sizes(self, values: Sequence[int]) -> dict[str, int]:
@@ -101,7 +101,7 @@ class GeneratedCode:
         found = self._traced_sizes()
         pairs = list(zip(self.given_sizes, values, strict=True))
         found |= {name: value for (name, _), value in pairs if name in self.sizes}
-        if any(eval(size, dict(_KNOWN), found) != value for (_, size), value in pairs):
+        if any(_value(size, found) != value for (_, size), value in pairs):
             raise LookupError("sizes follow from others that are not given")
         return found
 
@@ -167,7 +167,7 @@ def _traced(example: ast.FunctionDef, sizes: Mapping[str, str]) -> Mapping[str, 
     symbols = {name: numbers[given] for name, given in sizes.items() if given in numbers}
 
     def shape(args: Sequence[ast.expr]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        size, stride = (eval(_compiled(arg), dict(_KNOWN), symbols) for arg in args)
+        size, stride = (_value(_compiled(arg), symbols) for arg in args)
         return size, stride
 
     tensors: dict[str, TensorInput] = {}
@@ -216,6 +216,10 @@ def _function(tree: ast.Module, name: str) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     raise LookupError(f"it has no {name}")
+
+
+def _value(expression: CodeType, symbols: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    return eval(expression, dict(_KNOWN), symbols)
 
 
 def _compiled(expression: ast.expr) -> CodeType:

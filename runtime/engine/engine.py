@@ -194,9 +194,8 @@ class Engine:
         view.require(size, stride)
         saved = view.saved
         number = self._number_of(saved)
-        self._act(self._arrive((SiteKind.NEED, view.table.graph, view.call, True, number)))
-        if saved.tensor is None or saved.arrival is not None:
-            self._bring(saved)
+        self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))
+        self._bring(saved)
         saved.check_version()
         saved.in_use += 1
         result = view.on_device(size, stride, dtype)
@@ -209,7 +208,7 @@ class Engine:
         view = self._view(key)
         view.saved.in_use -= 1
         number = self._number_of(view.saved)
-        site = self._arrive((SiteKind.DONE, view.table.graph, view.call, True, number))
+        site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
         self._waiting.discard(key)
         if not _get_current_graph_task_keep_graph():  # else the backward may run again
             self._use_up(key)
@@ -350,14 +349,7 @@ class Engine:
         if schedule is None:
             mover.make_room(0, self.limit_bytes)
             return
-        if schedule.moves_state or site in schedule.busy_sites:
-            self._migrate(schedule, site)
-        limit_bytes = schedule.limits_bytes[site]
-        if mover.managed_bytes > limit_bytes:
-            mover.make_room(0, limit_bytes, strict=not self._sizes.any_larger)
-
-    def _migrate(self, schedule: Schedule, site: int) -> None:
-        actions, mover = schedule.actions(site), self.mover
+        actions = schedule.actions(site)
         for migration in actions.leave:
             saved = self._of_step[migration.tensor_id]
             mover.start_leaving(saved, migration.tier, migration.host_bytes)
@@ -367,6 +359,7 @@ class Engine:
             mover.finish_leaving(self._of_step[order])
         for order in actions.back:
             mover.start_back(self._of_step[order])
+        mover.make_room(0, schedule.limits_bytes[site], strict=not self._sizes.any_larger)
 
     def _bring(self, saved: Saved) -> None:
         """Wait until `saved` is on the device."""

@@ -69,7 +69,7 @@ class Saved:
 
     def check_version(self) -> None:
         """Raise if user code has changed the tensor since it was saved."""
-        if self.tensor is not None and self.tensor._version != self.version:
+        if self.tensor is not None and self.modified:
             raise UnsupportedError(
                 f"{self.name}: modified in place (version {self.version} -> "
                 f"{self.tensor._version}) after the forward saved it for the backward; "

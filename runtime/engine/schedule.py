@@ -93,8 +93,6 @@ class Schedule:
         self.state_limits_bytes = tuple(r - n for r, n in zip(rests, saved.tolist(), strict=True))
         """What training state may take at each."""
         self._actions = self._by_site(migrations)
-        self.busy_sites = self._actions.keys()
-        """Those with actions."""
         self.recomputed = frozenset(choice.tensor_id for choice in plan.recomputed)
         """Tensors that are dropped when they are saved."""
 

@@ -92,8 +92,7 @@ def _enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch.Tens
 
 
 def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, key: str) -> torch.Tensor:
-    engine, number = owner_of(token)
-    assert isinstance(engine, Engine)
+    engine, number = _engine_of(token)
     _enter_training_state(engine.training_state, in_step=True)
     engine.enter_backward(number)
     return _chain(anchor)
@@ -115,8 +114,7 @@ def _need(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    engine, key = owner_of(token)
-    assert isinstance(engine, Engine)
+    engine, key = _engine_of(token)
     try:
         return engine.need(key, size, stride, dtype)
     except Exception as error:
@@ -125,8 +123,7 @@ def _need(
 
 
 def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) -> None:
-    engine, key = owner_of(token)
-    assert isinstance(engine, Engine)
+    engine, key = _engine_of(token)
     engine.done(key)
 
 
@@ -186,6 +183,12 @@ def _explain(state: TrainingState | None, error: Exception) -> None:
     """Note at an error what the step has done by then."""
     if state is not None and state.at_gradients is not None:
         state.at_gradients.explain(error)
+
+
+def _engine_of(token: torch.Tensor) -> tuple[Engine, int]:
+    engine, key = owner_of(token)
+    assert isinstance(engine, Engine)
+    return engine, key
 
 
 for _name, _kernel in (

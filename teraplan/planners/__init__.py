@@ -217,11 +217,9 @@ def as_it_is(plan: Plan) -> Plan:
     broken = broken_rules(violations)
     if broken:
         raise invalid(broken)
-    again = with_choices_of(plan, plan.trace, plan.hardware)
-    if again is None:
-        return plan
-    said = replace(plan.prediction, bound_ns=again.prediction.bound_ns)
-    return again if violations or said != again.prediction else plan
+    again = _simulated(plan)
+    said = replace(again.prediction, bound_ns=plan.prediction.bound_ns)
+    return with_bound(again) if violations or said != plan.prediction else plan
 
 
 def _predicted(plan: Plan) -> Plan | None:
@@ -232,6 +230,11 @@ def _predicted(plan: Plan) -> Plan | None:
     """
     if broken_rules(check_plan(plan)):
         return None
+    return _simulated(plan)
+
+
+def _simulated(plan: Plan) -> Plan:
+    """The plan, which holds, with a prediction of its own but for the bound."""
     return replace(plan, prediction=predict(plan.trace, plan.machine, *plan.choices))
 
 
