@@ -34,8 +34,8 @@ from bench.results import write_results
 from teraplan.runtime.process.pages import use_huge_pages
 from teraplan.runtime.storage import Record, Storage, Transfer, default_directory
 from teraplan.runtime.storage.memory import address_of, view
-from teraplan.runtime.storage.store import WORKERS as DEFAULT_WORKERS
-from teraplan.runtime.storage.store import Workers
+from teraplan.runtime.storage.workers import WORKERS as DEFAULT_WORKERS
+from teraplan.runtime.storage.workers import Workers
 from teraplan.units import GIB, MIB
 from teraplan.values.run_record import Direction
 

@@ -48,6 +48,7 @@ def open_device(config: Config, place: torch.device) -> Device:
         strict=config.strict,
         device_memory=place.type != "cpu",
         encrypt=config.encrypt,
+        without_python=place.type == "cpu",
     )
     try:
         return _OPENERS[place.type](config, place, storage)

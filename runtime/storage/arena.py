@@ -14,6 +14,7 @@ from pathlib import Path
 
 from teraplan.runtime.storage.bounded_call import BoundedCall
 from teraplan.runtime.storage.file_system import available_bytes
+from teraplan.runtime.storage.lane import Lane
 from teraplan.runtime.storage.memory import digest
 from teraplan.units import MIB
 
@@ -71,6 +72,10 @@ class Arena(ABC):
     @abstractmethod
     def read(self, address: int, nbytes: int, offset: int) -> None:
         """Reads all of `nbytes` at `offset` of the file into memory, or raises OSError."""
+
+    def lane(self) -> Lane | None:
+        """Moves the same bytes without Python's lock; None where that cannot be."""
+        return None
 
     def checksum(self, address: int, nbytes: int) -> int:
         """64-bit fingerprint of memory [address, address + nbytes)."""

@@ -79,7 +79,7 @@ class Balance:
     def stuck_in_s(self, deadline_s: float) -> float:
         """So long until a chunk that is being moved now counts as stuck; longer than a while."""
         now_ns = perf_counter_ns()
-        ages_s = [(now_ns - c.start_ns) / 1e9 for s in self.stores for c in s.running.values()]
+        ages_s = [(now_ns - c.start_ns) / 1e9 for s in self.stores for c in s.moving]
         until_s = [left_s for age_s in ages_s if (left_s := deadline_s / 2 - age_s) > 0]
         return min(until_s, default=deadline_s) + _A_WHILE_S
 
@@ -91,7 +91,7 @@ class Balance:
         """
         before_ns = perf_counter_ns() - int(deadline_s / 2 * 1e9)
         for store in self.stores:
-            stuck = [c for c in store.running.values() if c.start_ns <= before_ns]
+            stuck = [c for c in store.moving if c.start_ns <= before_ns]
             others = sum(one.why_retired is None for one in self.stores if one is not store)
             if not stuck or (not others and idle_s < deadline_s):
                 continue

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from teraplan.errors import IntegrityError, StorageError, StorageFullError
 from teraplan.runtime.storage.arena import Arena
+from teraplan.runtime.storage.lane import ENDED_EARLY
 from teraplan.runtime.storage.transfers import Chunk
 from teraplan.units import format_nbytes
 from teraplan.values.run_record import Direction
@@ -51,9 +52,25 @@ def _move_once(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -
         _read(arena, chunk, directory, checksum=checksum)
 
 
-def _write(arena: Arena, chunk: Chunk, *, checksum: bool) -> None:
-    if chunk.index == 0:
+def keep_ends(chunk: Chunk) -> None:
+    """Copies what of its record is no part of the body, out or back, if it is the first chunk."""
+    if chunk.index:
+        return
+    if chunk.transfer.direction is Direction.OUT:
         chunk.record.keep_ends(chunk.record_address)
+    else:
+        chunk.record.restore_ends(chunk.record_address)
+
+
+def why_failed(error: int) -> str:
+    """What became of a chunk in a lane."""
+    if error > 0:
+        return f"{errno.errorcode.get(error, 'error')}: {os.strerror(error)}"
+    return "the file ended early" if error == ENDED_EARLY else "the checksum differs"
+
+
+def _write(arena: Arena, chunk: Chunk, *, checksum: bool) -> None:
+    keep_ends(chunk)
     if not chunk.nbytes:
         return
     if checksum:
@@ -62,8 +79,7 @@ def _write(arena: Arena, chunk: Chunk, *, checksum: bool) -> None:
 
 
 def _read(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
-    if chunk.index == 0:
-        chunk.record.restore_ends(chunk.record_address)
+    keep_ends(chunk)
     if not chunk.nbytes:
         return
     arena.read(chunk.address, chunk.nbytes, chunk.place.offset)

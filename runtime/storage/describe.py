@@ -17,7 +17,7 @@ def deadline_text(transfer: Transfer, what: str, began_ns: int, stores: Sequence
     used = [store for store in stores if any(one.store == store.index for one in places)]
     names = " + ".join(store.name for store in used) or transfer.store
     states = "; ".join(
-        f"{len(store.running)} chunks running, {len(store.queue)} queued, last finished "
+        f"{len(store.moving)} chunks running, {store.num_queued} queued, last finished "
         f"operation: {store.last_operation}"
         + (f", out of use: {store.why_retired}" if store.why_retired else "")
         for store in used
@@ -36,10 +36,10 @@ def store_lines(store: Store) -> list[str]:
     lines = [
         f"store {store.name}{use}: {format_nbytes(store.space.taken_bytes)} taken, "
         f"{format_nbytes(store.written_bytes)} written, {format_nbytes(store.read_bytes)} read",
-        f"  {len(store.queue)} chunks queued, {format_nbytes(store.pending_bytes)} to be moved; "
+        f"  {store.num_queued} chunks queued, {format_nbytes(store.pending_bytes)} to be moved; "
         f"last finished operation: {store.last_operation}",
     ]
-    for chunk in store.running.values():
+    for chunk in store.moving:
         lines.append(
             f"  running for {format_ns(now_ns - chunk.start_ns)}: {chunk.transfer.direction} of "
             f"{chunk.transfer.label}, {format_nbytes(chunk.nbytes)} at offset {chunk.place.offset}"

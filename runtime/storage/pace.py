@@ -28,6 +28,11 @@ class Pace:
         """By then a link as slow as the pace would have moved what has had its turn."""
         self._closed = False
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether anything has to wait."""
+        return self._link is not None
+
     def keep_to(self, link: Link | None) -> None:
         """Nothing is moved faster than over `link` from now on; None is no limit."""
         if link == self._link:

@@ -13,6 +13,7 @@ from os import preadv, pwritev
 from teraplan.runtime.storage.arena import Arena, ShortTransferError
 from teraplan.runtime.storage.extents import GRANULE_BYTES
 from teraplan.runtime.storage.file_system import direct_alignment
+from teraplan.runtime.storage.lane import Lane
 from teraplan.runtime.storage.memory import view
 
 _REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY})
@@ -71,6 +72,10 @@ class DirectArena(Arena):
                 raise
             return f"the file system refuses O_DIRECT ({error.strerror})"
         return arena
+
+    def lane(self) -> Lane | None:
+        """See `Arena.lane`."""
+        return Lane.open(self.fd)
 
     def _try_one_block(self) -> None:
         # Some file systems accept the flag and refuse the first transfer.

@@ -19,10 +19,12 @@ from teraplan.runtime.storage.directories import (
     open_memory,
     why_not,
 )
+from teraplan.runtime.storage.lane import Lane
 from teraplan.runtime.storage.memory_arena import Room
-from teraplan.runtime.storage.store import WORKERS, Store, Workers
+from teraplan.runtime.storage.store import Store
 from teraplan.runtime.storage.traffic import Traffic
 from teraplan.runtime.storage.transfers import Record, Transfer
+from teraplan.runtime.storage.workers import WORKERS, Workers
 from teraplan.values.hardware import Link
 
 _log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class Storage:
         deadline_s: float,
         workers: Workers = WORKERS,
         encrypt: bool = False,
+        lane: Lane | None = None,
     ) -> None:
         self.encrypts = encrypt
         self._opened = tuple(opened)
@@ -81,7 +84,7 @@ class Storage:
         self._closed = False
         self._closing = threading.Lock()
         self._opened_ns = perf_counter_ns()
-        self.traffic = Traffic(opened, checksum=checksum, workers=workers)
+        self.traffic = Traffic(opened, checksum=checksum, workers=workers, lane=lane)
         _open_sessions.append(self)
 
     @classmethod
@@ -96,6 +99,7 @@ class Storage:
         device_memory: bool = False,
         workers: Workers = WORKERS,
         encrypt: bool = False,
+        without_python: bool = False,
     ) -> "Storage":
         """A storage over `directories`, each with its own file, queue and `workers`.
 
@@ -103,6 +107,8 @@ class Storage:
         that a caller who could hand over addresses of an accelerator (`device_memory`) gets GDS
         where the probe proves it for every directory; `takes_device_memory` then says so.
         `encrypt` keeps the files unreadable, at the cost of time and a chunk of memory per worker.
+        `without_python`: the workers of one directory move bytes without Python's lock, where it
+        has direct I/O and there is a compiler, which takes some seconds the first time.
 
         Raises:
             ConfigError: no directory, or an unknown path.
@@ -141,7 +147,12 @@ class Storage:
                 _log.warning("storage: %s", fallback)
         _say_shared_disks(opened)
         return cls(
-            opened, checksum=checksum, deadline_s=deadline_s, workers=workers, encrypt=encrypt
+            opened,
+            checksum=checksum,
+            deadline_s=deadline_s,
+            workers=workers,
+            encrypt=encrypt,
+            lane=opened[0].arena.lane() if without_python and len(opened) == 1 else None,
         )
 
     @classmethod

@@ -14,41 +14,23 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter_ns
-from typing import NamedTuple, Protocol
 
 from teraplan.errors import StorageError
 from teraplan.runtime.process.threads import start_thread
 from teraplan.runtime.storage.arena import Arena
-from teraplan.runtime.storage.chunk_io import FULL, move
+from teraplan.runtime.storage.chunk_io import FULL, keep_ends, move, why_failed
+from teraplan.runtime.storage.lane import Ended, Group, Lane
 from teraplan.runtime.storage.space import Space
 from teraplan.runtime.storage.speed import Speed
 from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
 from teraplan.runtime.storage.work_queue import WorkQueue
+from teraplan.runtime.storage.workers import Reports, Turns, Workers
 from teraplan.values.run_record import Direction
 
 _log = logging.getLogger(__name__)
 
 _NICENESS = 10
-_FEW_CORES = 2
 
-
-class Workers(NamedTuple):
-    """The threads of a store, by what each prefers to move."""
-
-    always: tuple[Direction, ...]
-    when_urgent: tuple[Direction, ...] = ()
-    """These move only what somebody waits for, and so has left a core to them."""
-
-
-WORKERS = (
-    Workers((Direction.BACK,), (Direction.OUT, Direction.BACK))
-    if (os.cpu_count() or 1) <= _FEW_CORES
-    else Workers((Direction.BACK, Direction.OUT, Direction.BACK))
-)
-"""Two keep a disk busy in one direction; of those tried, three moved most with both directions
-busy. Where a computation needs all of few cores they take time from it: with one, a step under a
-budget of 50 % took 2.59 s on two cores, with two 1.010 and with three 1.007 times as long (medians
-of 7 turns). So the others help only those who wait."""
 
 _GONE = frozenset(
     {errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.EBADF, errno.ENOTCONN}
@@ -60,36 +42,14 @@ _MOST_FAILURES = 3
 """Failed writes, none in between that went well, after which a store is not tried again."""
 
 
-class Reports(Protocol):
-    """Who hears what became of chunks."""
-
-    def ended(self, store: "Store", worker: int, chunk: Chunk, error: StorageError | None) -> None:
-        """A worker has moved `chunk`, or could not."""
-
-    def find_work(self, store: "Store") -> None:
-        """Nothing is queued in `store`; others may have too much. With the lock held."""
-
-    def pass_on(self, store: "Store", chunk: Chunk) -> bool:
-        """Whether another store has taken `chunk`, being sooner done. With the lock held."""
-        ...
-
-    def worker_died(self, store: "Store", error: BaseException) -> None:
-        """A worker met a bug; what it had taken will not end."""
-
-
-class Turns(Protocol):
-    """Who says when a worker may begin with what it has taken."""
-
-    def wait(self, direction: Direction, nbytes: int) -> None:
-        """Until then. Without the lock held."""
-
-
 class Store:
     """See the module's text. Every method but `close` is called with `lock` held.
 
     Attributes:
         why_retired: why nothing new is written here, None as long as all is well.
         held_until_ns: until then the lock was held for long, while the file was made longer.
+        lane: moves what needs nothing of Python, if there is one.
+        uses_lane: False while all is to be moved by Python.
     """
 
     def __init__(
@@ -103,9 +63,11 @@ class Store:
         lock: threading.Lock,
         reports: Reports,
         turns: Turns,
+        lane: Lane | None = None,
     ) -> None:
         self.directory, self.name = directory, str(directory)
         self.arena, self.index = arena, index
+        self.lane, self.uses_lane = lane, lane is not None
         self.written_bytes = self.read_bytes = 0
         self.pending_bytes = 0
         self.queue = WorkQueue()
@@ -188,15 +150,39 @@ class Store:
         """Queues chunks of `transfer`."""
         chunks = list(chunks)
         self.pending_bytes += sum(chunk.nbytes for chunk in chunks)
+        if self.lane is not None and self.is_for_lane(transfer, chunks):
+            for chunk in chunks:
+                keep_ends(chunk)
+            transfer.group = Group(left=len(chunks))
+            self.lane.push(transfer.group, chunks, urgent=transfer.urgent, checked=self._checksum)
+            return
         self.queue.add(transfer, chunks)
-        self._work.notify(len(chunks))
-        if transfer.urgent:
-            self._urgent_work.notify(len(chunks))
+        self._call_workers(len(chunks), urgent=transfer.urgent)
+
+    def is_for_lane(self, transfer: Transfer, chunks: list[Chunk]) -> bool:
+        """True if nothing of it needs Python."""
+        if not self.uses_lane or self._turns.is_limited or transfer.after is not None:
+            return False
+        return transfer.group is None and all(chunk.nbytes for chunk in chunks)
+
+    def _call_workers(self, count: int, *, urgent: bool) -> None:
+        if self.lane is not None:
+            self.lane.call_back()
+            return
+        self._work.notify(count)
+        if urgent:
+            self._urgent_work.notify(count)
 
     def promote(self, transfer: Transfer) -> None:
         """Lets what is queued of `transfer` go before everything that is not urgent."""
         self.queue.promote(transfer)
-        self._urgent_work.notify_all()
+        if self.lane is None:
+            self._urgent_work.notify_all()
+            return
+        if transfer.group is not None:
+            self.lane.promote(transfer.group)
+        if len(self.queue):
+            self.lane.call_back()
 
     def take_back(self, transfer: Transfer) -> None:
         """Whatever is queued of `transfer` will not be moved."""
@@ -204,10 +190,15 @@ class Store:
         self._work.notify_all()  # an interrupted `notify` counts a worker that it has woken again
         running = sum(chunk.nbytes for chunk in self.running.values())
         self.pending_bytes = self.queue.nbytes + running
+        if self.lane is not None:
+            if transfer.group is not None:
+                self.lane.remove(transfer.group)
+            self.pending_bytes += self.lane.nbytes
 
     def empty_queue(self) -> list[Chunk]:
         """What is queued, which nobody will move then."""
-        chunks: list[Chunk] = []
+        chunks: list[Chunk] = self.lane.remove_all() if self.lane is not None else []
+        self.pending_bytes -= sum(chunk.nbytes for chunk in chunks)
         while (chunk := self.queue.take()) is not None:
             self.pending_bytes -= chunk.nbytes
             chunks.append(chunk)
@@ -226,6 +217,37 @@ class Store:
             self.why_retired, self._is_back_when_it_moves = why, until_it_moves
             _log.error("storage: nothing more is written to %s: %s", self.name, why)
 
+    @property
+    def moving(self) -> list[Chunk]:
+        """What workers have in hand."""
+        return [*self.running.values(), *(self.lane.running if self.lane is not None else ())]
+
+    @property
+    def num_queued(self) -> int:
+        """Chunks that wait for a worker."""
+        return len(self.queue) + (self.lane.num_queued if self.lane is not None else 0)
+
+    def take_ended(self) -> list[Ended]:
+        """What became of chunks in the lane; those that failed there are queued for Python."""
+        if self.lane is None:
+            return []
+        ended = self.lane.take_ended()
+        for chunk, error in ended:
+            if error:
+                _log.warning("%s: %s; trying once more", chunk.transfer.label, why_failed(error))
+                self.queue.add(chunk.transfer, [chunk])
+            else:
+                self.pending_bytes -= chunk.nbytes
+                self._count_moved(chunk)
+        if any(error for _, error in ended):
+            self.lane.call_back()
+        return ended
+
+    def have_counted(self, count: int) -> None:
+        """So many of these have been seen to."""
+        if self.lane is not None:
+            self.lane.counted(count)
+
     def count(self, worker: int, chunk: Chunk, error: StorageError | None) -> None:
         """Notes what became of a chunk that a worker had."""
         now_ns = perf_counter_ns()
@@ -234,17 +256,20 @@ class Store:
         if self.running:
             self._speed.start(now_ns)
         self.pending_bytes -= chunk.nbytes
-        is_write = chunk.transfer.direction is Direction.OUT
-        self.last_operation = f"{chunk.transfer.direction} of {chunk.transfer.label}"
-        if error is not None:
-            if is_write:
-                self._note_failure(error)
+        if error is None:
+            self._speed.add(chunk.nbytes)
+            self._count_moved(chunk)
             return
-        self._speed.add(chunk.nbytes)
+        self.last_operation = f"{chunk.transfer.direction} of {chunk.transfer.label}"
+        if chunk.transfer.direction is Direction.OUT:
+            self._note_failure(error)
+
+    def _count_moved(self, chunk: Chunk) -> None:
+        self.last_operation = f"{chunk.transfer.direction} of {chunk.transfer.label}"
         if self._is_back_when_it_moves:
             self.why_retired, self._is_back_when_it_moves = None, False
             _log.warning("storage: %s moves again", self.name)
-        if is_write:
+        if chunk.transfer.direction is Direction.OUT:
             self._num_failures = 0
             self.written_bytes += chunk.nbytes
         else:
@@ -262,6 +287,8 @@ class Store:
         self._open = False
         self._work.notify_all()
         self._urgent_work.notify_all()
+        if self.lane is not None:
+            self.lane.stop()
 
     def close(self, until_ns: int) -> None:
         """Waits for the workers and deletes the file. Not with the lock held."""
@@ -286,18 +313,25 @@ class Store:
             self._reports.worker_died(self, error)
 
     def _next(self, number: int, prefers: Direction, *, urgent_only: bool) -> Chunk | None:
-        with self._lock:
-            while self._open:
-                chunk = self.queue.take_urgent() if urgent_only else self._take(prefers)
-                if chunk is not None and self._reports.pass_on(self, chunk):
-                    continue
-                if chunk is not None:
-                    chunk.start_ns = perf_counter_ns()
-                    if not self.running:
-                        self._speed.start(chunk.start_ns)
-                    self.running[number] = chunk
-                    return chunk
-                (self._urgent_work if urgent_only else self._work).wait()
+        while self._open:
+            with self._lock:
+                while self._open:
+                    calls_before = self.lane.num_calls if self.lane is not None else 0
+                    chunk = self.queue.take_urgent() if urgent_only else self._take(prefers)
+                    if chunk is not None and self._reports.pass_on(self, chunk):
+                        continue
+                    if chunk is not None:
+                        chunk.start_ns = perf_counter_ns()
+                        if not self.running:
+                            self._speed.start(chunk.start_ns)
+                        self.running[number] = chunk
+                        return chunk
+                    if self.lane is not None:
+                        break
+                    (self._urgent_work if urgent_only else self._work).wait()
+            if self.lane is not None:
+                self.lane.run(calls_before, prefers, urgent_only=urgent_only)
+                self._reports.count_ended(self)
         return None
 
     def _take(self, prefers: Direction) -> Chunk | None:

@@ -14,15 +14,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
-from teraplan.errors import DeadlineError, StorageError
-from teraplan.runtime.process.locks import Bell, Lock, if_free
+from teraplan.errors import DeadlineError, StorageError, StorageFullError
+from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.storage.balance import Balance
 from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory
+from teraplan.runtime.storage.ends import Ends, Wait
+from teraplan.runtime.storage.lane import Lane
 from teraplan.runtime.storage.pace import Pace
 from teraplan.runtime.storage.placement import place
-from teraplan.runtime.storage.store import Store, Workers
+from teraplan.runtime.storage.store import Store
 from teraplan.runtime.storage.transfers import Chunk, Record, Transfer
+from teraplan.runtime.storage.workers import Workers
 from teraplan.values.run_record import Direction
 
 After = Callable[[], object] | None
@@ -40,10 +43,11 @@ class Traffic:
         *,
         checksum: bool,
         workers: Workers,
+        lane: Lane | None = None,
     ) -> None:
         self.lock, self.pace = threading.Lock(), Pace()
         # Everything below is guarded by the lock.
-        self._ended = Bell()
+        self._ends = Ends(lane)
         self._drops: deque[Record] = deque()
         self._closed_because: str | None = None
         self._worker_died = False
@@ -59,6 +63,7 @@ class Traffic:
                 lock=self.lock,
                 reports=self,
                 turns=self.pace,
+                lane=lane,
             )
             for index, one in enumerate(opened)
         )
@@ -95,19 +100,28 @@ class Traffic:
             is_compared=is_compared,
             give_back=self.drop,
         )
+        try:
+            self._put(record, address, owner, label, after)
+        except StorageFullError:
+            if not self._ends.see_to_all():
+                raise
+            self._put(record, address, owner, label, after)  # what was dropped is free now
+        return record
+
+    def _put(self, record: Record, address: int, owner: object, label: str, after: After) -> None:
         with self.lock:
             self._check_open(label)
             self._free_dropped()
+            record.dropped = False
             try:
                 place(record, self.stores, label)
                 record.write = self._begin(record, label, Direction.OUT, owner, after)
                 self._start(record.write, address)
             except BaseException:  # an interrupt, too: then nothing has been put
-                self._take_back(record, getattr(record, "write", None), 0)
+                self._take_back(record, getattr(record, "write", None), [])
                 record.dropped = True
                 self._free_if_unused(record)
                 raise
-        return record
 
     def get(
         self, record: Record, address: int, *, owner: object, urgent: bool, after: After
@@ -121,18 +135,19 @@ class Traffic:
         with self.lock:
             self._check_open(label)
             assert not record.dropped, f"{label} was dropped and cannot be read"
-            num_under_way, transfer = record.num_under_way, None
+            before, transfer = list(record.under_way), None
             try:
                 transfer = self._begin(record, label, Direction.BACK, owner, after)
                 transfer.urgent = urgent
-                if record.write.done:
-                    self._start(transfer, address)
-                else:
+                if not record.write.has_ended:
                     record.waiting_reads.append((transfer, address))
+                    self._ends.ask_for(record.write)
                     if urgent:
                         self._promote(transfer)
+                else:
+                    self._start(transfer, address)
             except BaseException:
-                self._take_back(record, transfer, num_under_way)
+                self._take_back(record, transfer, before)
                 raise
         return transfer
 
@@ -144,6 +159,9 @@ class Traffic:
         is free: an interrupt right after that would leave it locked.)
         """
         self._drops.append(record)
+        write = getattr(record, "write", None)
+        if write is not None and not write.done and write.group is not None:
+            write.group.report = 1
 
     def wait(self, transfer: Transfer, *, what: str, deadline_s: float) -> int:
         """Nanoseconds that it took until `transfer` had ended; makes it urgent.
@@ -156,14 +174,17 @@ class Traffic:
             StorageError: the transfer failed.
         """
         began_ns = perf_counter_ns()
-        while (wait := self._next_wait(transfer, what, began_ns, deadline_s)) is not None:
-            ended, patience_s = wait
-            ended.acquire(timeout=patience_s)
+        while not transfer.done:
+            wait = self._next_wait(transfer, what, began_ns, deadline_s)
+            if wait is not None:
+                until_ended, patience_s = wait
+                until_ended(patience_s)
         transfer.raise_if_failed()
         return perf_counter_ns() - began_ns
 
     def room(self, store: Store) -> tuple[int, int]:
         """Bytes of `store` taken by records, and bytes of its file that are free."""
+        self._ends.see_to_all()
         with self.lock:
             self._free_dropped()
             return store.space.taken_bytes, store.space.free_bytes
@@ -187,13 +208,14 @@ class Traffic:
 
     def _next_wait(
         self, transfer: Transfer, what: str, began_ns: int, deadline_s: float
-    ) -> tuple[Lock, float] | None:
-        """What can be had when something has ended, and the seconds until it is time to look anew.
+    ) -> tuple[Wait, float] | None:
+        """A wait until something has ended, and the seconds until it is time to look anew.
 
         None if `transfer` has ended. Stores that are stuck are left.
         """
         with self.lock:
-            if transfer.done:
+            until_ended = self._ends.until_next()
+            if transfer.has_ended:
                 return None
             if self._worker_died:
                 raise StorageError(f"{what}: {transfer.label}: {self._closed_because}")
@@ -206,7 +228,7 @@ class Traffic:
                 raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
             half_s, rest_s = deadline_s / 2 - idle_s, deadline_s - idle_s
             stuck_in_s = self._balance.stuck_in_s(deadline_s)
-            return self._ended.enlist(), half_s if half_s > 0 else min(rest_s, stuck_in_s)
+            return until_ended, half_s if half_s > 0 else min(rest_s, stuck_in_s)
 
     # ---- called by workers ----------------------------------------------------------------------
 
@@ -232,6 +254,26 @@ class Traffic:
             self._end(transfer)
             self._free_dropped()
 
+    def count_ended(self, store: Store) -> None:
+        """Chunks have ended in the lane of `store`, or there may be some."""
+        with self.lock:
+            ended = store.take_ended()
+            over: list[Transfer] = []
+            for transfer in (chunk.transfer for chunk, error in ended if not error):
+                transfer.num_chunks_left -= 1
+                transfer.progress_ns = perf_counter_ns()
+                if transfer.num_chunks_left == 0:
+                    over.append(transfer)
+            owners = [(transfer.owner, transfer.after) for transfer in over]
+            for transfer in over:
+                transfer.owner = transfer.after = None
+        del owners  # see `ended`
+        with self.lock:
+            for transfer in over:
+                self._end(transfer)
+            self._free_dropped()
+        store.have_counted(len(ended))
+
     def find_work(self, store: Store) -> None:
         """Nothing is queued in `store`. With the lock held."""
         self._balance.find_work(store)
@@ -245,7 +287,7 @@ class Traffic:
         self._worker_died = True
         self._stop(f"a storage worker died of {error!r}")
         with self.lock:
-            self._ended.ring()
+            self._ends.ring()
 
     # ---- with the lock held ---------------------------------------------------------------------
 
@@ -273,7 +315,7 @@ class Traffic:
         )
         transfer.record = record
         transfer.num_chunks_left = record.num_chunks
-        record.num_under_way += 1
+        record.under_way.append(transfer)
         return transfer
 
     def _start(self, transfer: Transfer, address: int) -> None:
@@ -290,14 +332,15 @@ class Traffic:
             for index, chunks in by_store.items():
                 self.stores[index].add(transfer, chunks)
 
-    def _take_back(self, record: Record, transfer: Transfer | None, num_under_way: int) -> None:
-        """Undoes what was begun with the record, which had so many transfers under way before."""
-        record.num_under_way = num_under_way
+    def _take_back(self, record: Record, transfer: Transfer | None, before: list[Transfer]) -> None:
+        """Undoes what was begun with the record, which had these transfers under way before."""
+        record.under_way = before
         if transfer is None:
             return
         record.waiting_reads = [read for read in record.waiting_reads if read[0] is not transfer]
         for store in self.stores:
             store.take_back(transfer)
+        transfer.num_chunks_left = 0  # what has ended of it nevertheless is not its end
 
     def _promote(self, transfer: Transfer) -> None:
         record = transfer.record
@@ -314,7 +357,8 @@ class Traffic:
         """For so long nothing of the transfer has moved for somebody who waits since `began_ns`."""
         write = transfer.record.write if transfer.record is not None else transfer
         held_until_ns = max(store.held_until_ns for store in self.stores)
-        last_ns = max(began_ns, transfer.progress_ns, write.progress_ns, held_until_ns)
+        moved_ns = [one.group.end_ns for one in (transfer, write) if one.group is not None]
+        last_ns = max(began_ns, transfer.progress_ns, write.progress_ns, held_until_ns, *moved_ns)
         return (perf_counter_ns() - last_ns) / 1e9
 
     def _free_dropped(self) -> None:
@@ -325,7 +369,7 @@ class Traffic:
             self._drops.popleft()  # last, so that an interrupt leaves it for the next time
 
     def _free_if_unused(self, record: Record) -> None:
-        if record.dropped and record.num_under_way == 0:
+        if record.dropped and record.is_unused:
             for store in self.stores:
                 store.give_back(record)
 
@@ -337,13 +381,13 @@ class Traffic:
         record = transfer.record
         assert record is not None, f"{transfer} ended twice"
         transfer.mark_done()
-        record.num_under_way -= 1
+        record.under_way.remove(transfer)
         if transfer is record.write:
             waiting, record.waiting_reads = record.waiting_reads, []
             for read, address in waiting:
                 self._start(read, address)
         self._free_if_unused(record)
-        self._ended.ring()
+        self._ends.ring()
 
     def _not_moved(self, transfer: Transfer) -> StorageError:
         return StorageError(

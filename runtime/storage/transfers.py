@@ -10,12 +10,14 @@ copied. It comes back without a copy, too, if it lands at an address with the sa
 chunk has a place of its own: those of a large tensor are spread over all stores.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
 from teraplan.errors import StorageError, bare
+from teraplan.runtime.storage.lane import Group
 from teraplan.runtime.storage.memory import copy_in, copy_out
 from teraplan.units import MIB
 from teraplan.values.run_record import Direction
@@ -34,6 +36,7 @@ class Transfer:
         "direction",
         "end_ns",
         "error",
+        "group",
         "label",
         "nbytes",
         "num_chunks_left",
@@ -73,6 +76,8 @@ class Transfer:
         self.num_chunks_left = 0
         self.record: Record | None = None
         """The record while the transfer is under way (later it would be a reference cycle)."""
+        self.group: Group | None = None
+        """Its chunks, where they are moved without Python."""
         self._done = False
 
     def __repr__(self) -> str:
@@ -82,7 +87,14 @@ class Transfer:
     @property
     def done(self) -> bool:
         """Whether it has ended, well or with `error`; its owner has then been let go."""
+        if not self._done and self.has_ended:
+            self._settle()
         return self._done
+
+    @property
+    def has_ended(self) -> bool:
+        """The same, where it is too early to let anything go."""
+        return self._done or (self.group is not None and self.group.left == 0)
 
     def raise_if_failed(self) -> None:
         """Raise its error, a new one each time: the frames that it passes would stay with it."""
@@ -91,10 +103,20 @@ class Transfer:
 
     def mark_done(self) -> None:
         """Ends it: times, and everything it held is let go."""
-        self.end_ns = perf_counter_ns()
-        self.start_ns = self.start_ns or self.end_ns
+        if self.has_ended:
+            self._settle()
+        else:
+            self.end_ns = perf_counter_ns()
+            self.start_ns = self.start_ns or self.end_ns
         self.owner = self.after = self.record = None
         self._done = True
+
+    def _settle(self) -> None:
+        """What was moved without Python has ended; an interrupt leaves it to be done again."""
+        if self.group is not None and self.group.left == 0:
+            self.start_ns, self.end_ns = self.group.start_ns, self.group.end_ns
+            self.owner = self.after = None
+            self._done = True
 
 
 class Record:
@@ -121,8 +143,8 @@ class Record:
         "is_compared",
         "nbytes",
         "num_chunks",
-        "num_under_way",
         "places",
+        "under_way",
         "waiting_reads",
         "write",
     )
@@ -148,10 +170,11 @@ class Record:
         self.alignment = alignment if self.body_bytes else 1
         self.address_remainder = address % self.alignment
         self.num_chunks = max(1, -(-self.body_bytes // CHUNK_BYTES))
-        self.checksums = [0] * self.num_chunks
+        self.checksums = (ctypes.c_uint64 * self.num_chunks)()
         self.places: list[Place] = []
         """Of each chunk."""
-        self.num_under_way = 0
+        self.under_way: list[Transfer] = []
+        """Transfers whose end has not been seen to."""
         self.waiting_reads: list[tuple[Transfer, int]] = []
         """Reads, with their addresses, that came while the write was still queued."""
         self.write: Transfer
@@ -161,6 +184,11 @@ class Record:
         # An interrupt may come before whoever put it has got hold of it.
         if not getattr(self, "dropped", True):
             self.give_back(self)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing of it is being moved, or will be."""
+        return all(transfer.has_ended for transfer in self.under_way)
 
     def keep_ends(self, address: int) -> None:
         """Copies head and tail of the memory at `address` into the record."""
@@ -191,6 +219,10 @@ class Record:
                 place=place,
                 nbytes=self.chunk_bytes(index),
             )
+
+    def checksum_address(self, index: int) -> int:
+        """Where that of a chunk lies."""
+        return ctypes.addressof(self.checksums) + index * ctypes.sizeof(ctypes.c_uint64)
 
     def chunk_bytes(self, index: int) -> int:
         """Length of the chunk of this number."""

@@ -14,7 +14,7 @@ from teraplan.runtime.device import Copy
 from teraplan.runtime.engine.recorder import StepRecorder
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.storage import Storage
-from teraplan.runtime.storage.store import WORKERS, Workers
+from teraplan.runtime.storage.workers import WORKERS, Workers
 from teraplan.values.hardware import Tier
 from tests.end_to_end.training import MLP, Run, assert_same, run, tight, training, unlimited
 from tests.fakes.faulty_calls import Fault, injected

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from teraplan.runtime.storage import arena, posix_arena
+from teraplan.runtime.storage import arena, posix_arena, store
 
 Buffers = Sequence[memoryview]
 CALLS = ("write", "read", "grow")
@@ -113,6 +113,7 @@ def injected(*faults: Fault) -> Iterator[FaultyCalls]:
             (posix_arena, "pwritev", calls.write),
             (posix_arena, "preadv", calls.read),
             (arena, "posix_fallocate", calls.grow),
+            (store.Store, "is_for_lane", lambda *_: False),
         )
         for module, name, call in replaced:
             patch.setattr(module, name, call)

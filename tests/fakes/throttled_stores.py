@@ -59,5 +59,6 @@ def opening_limited(bytes_per_s: float) -> Callable[..., Storage]:
 
 def _limit(store: Store, pipe: Pipe) -> None:
     """Lets what `store` moves through `pipe`."""
+    store.uses_lane = False
     for name in ("write", "read"):
         setattr(store.arena, name, pipe.limited(getattr(store.arena, name)))

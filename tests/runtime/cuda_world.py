@@ -12,7 +12,7 @@ import torch
 from teraplan.runtime.cuda.device import CudaDevice
 from teraplan.runtime.device import Arrival, Copy
 from teraplan.runtime.storage import Storage, default_directory
-from teraplan.runtime.storage.store import Workers
+from teraplan.runtime.storage.workers import Workers
 from teraplan.units import MIB
 from teraplan.values.hardware import Tier
 from teraplan.values.run_record import Direction

@@ -57,7 +57,7 @@ def _none(fd: int) -> None:
     """What a kernel says about a file that has no direct I/O."""
 
 
-@pytest.fixture(params=["posix", "buffered", "kvikio-host", "host memory"])
+@pytest.fixture(params=["posix", "without Python", "buffered", "kvikio-host", "host memory"])
 def open_storage(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, disk: Path
 ) -> Callable[..., Storage]:
@@ -74,6 +74,10 @@ def open_storage(
     def open_it(where: Sequence[Path] = (disk,), *, deadline_s: float = 20.0) -> Storage:
         if path == "host memory":
             return Storage.in_memory(PinnedPool(8 << 30, pin=None), deadline_s=deadline_s)
+        if path == "without Python":
+            storage = Storage.open(where, deadline_s=deadline_s, without_python=True)
+            assert storage.traffic.stores[0].uses_lane or len(where) > 1
+            return storage
         return Storage.open(where, deadline_s=deadline_s, path=path)
 
     return open_it

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from teraplan.errors import DeadlineError, IntegrityError, StorageError
 from teraplan.runtime.storage import Record, Storage
-from teraplan.runtime.storage.store import WORKERS, Workers
+from teraplan.runtime.storage.workers import WORKERS, Workers
 from teraplan.units import MIB
 from teraplan.values.run_record import Direction
 

@@ -85,18 +85,18 @@ def _round_trip(storage: Storage, source: Bytes, landing: Bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_stores", "nbytes", "stride"),
-    [(1, 64 * 1024, 1), pytest.param(2, 9 * MIB, 7, marks=pytest.mark.slow)],
+    ("num_stores", "nbytes", "stride", "without_python"),
+    [(1, 64 * 1024, 1, False), (1, 9 * MIB, 1, True), (2, 9 * MIB, 7, False)],
 )
 def test_an_interrupt_anywhere_leaves_nothing_behind(
-    disk: Path, memory: Memory, num_stores: int, nbytes: int, stride: int
+    disk: Path, memory: Memory, num_stores: int, nbytes: int, stride: int, without_python: bool
 ) -> None:
     directories = [disk / f"store{number}" for number in range(num_stores)]
     for directory in directories:
         directory.mkdir(exist_ok=True)
     source, landing = memory(nbytes, seed=1), memory(nbytes)
     at = 1
-    with Storage.open(directories, deadline_s=20.0) as storage:
+    with Storage.open(directories, deadline_s=20.0, without_python=without_python) as storage:
         while True:
             with _Interrupt(at) as interrupt:
                 try:
@@ -128,7 +128,7 @@ def test_an_interrupt_while_others_have_the_lock_leaves_it_to_them(
             with lock:
                 may_write.set()
                 time.sleep(0.05)  # the worker wants it now, too, to say that it has written
-                storage.traffic._ended.ring()
+                storage.traffic._ends.ring()
                 signal.setitimer(signal.ITIMER_REAL, 0.05)
                 time.sleep(0.2)
                 was_theirs.append(lock.locked())
