@@ -42,6 +42,7 @@ _SIGNATURES = {
     "add_piece": (None, _Pool, _Pieces, _Bool),
     "take_piece": (_Size, _Pool, _Size),
     "cut_off": (_Pieces, _Pool, _Size, _Bool, ctypes.POINTER(ctypes.c_size_t)),
+    "take_huge": (_Pieces, _Pool, _Size, ctypes.POINTER(ctypes.c_size_t)),
     "lower_most": (None, _Pool, _Size),
     "forget_taken": (None, _Pool),
     "install": (_Bool, _Size, _Size),

@@ -123,6 +123,16 @@ class FreeRanges {
     return cut_out(start, address, end - address);
   }
 
+  // Whole huge pages of `nbytes`, or as many as there are, the smallest ranges' first.
+  std::vector<Piece> take_huge(size_t nbytes) {
+    std::vector<Piece> found;
+    const std::vector<std::pair<size_t, size_t>> all(sizes_.begin(), sizes_.end());
+    for (const auto& [size, start] : all) {
+      if (nbytes && size >= HUGE_PAGE_NBYTES) nbytes -= take_huge_of(start, nbytes, &found);
+    }
+    return found;
+  }
+
  private:
   using ByStart = std::map<size_t, Block>;
 
@@ -135,6 +145,32 @@ class FreeRanges {
     }
     if (found.nbytes() > nbytes) insert(found.split(address + nbytes));
     return found;
+  }
+
+  size_t take_huge_of(size_t start, size_t nbytes, std::vector<Piece>* found) {
+    const Block block = remove(by_start_.find(start));
+    Block rest{{}, block.is_large};
+    size_t taken = 0;
+    for (const Piece& piece : block.pieces) {
+      const size_t first = (piece.address + HUGE_PAGE_NBYTES - 1) / HUGE_PAGE_NBYTES;
+      const size_t last = piece.end() / HUGE_PAGE_NBYTES;
+      const size_t end = last * HUGE_PAGE_NBYTES;
+      const size_t has = last > first ? end - first * HUGE_PAGE_NBYTES : 0;
+      const size_t begin = end - std::min(has, nbytes - taken);
+      if (begin == end || !has) {
+        rest.pieces.push_back(piece);
+        continue;
+      }
+      found->push_back({begin, end - begin, piece.mapping});
+      taken += end - begin;
+      if (begin > piece.address)
+        rest.pieces.push_back({piece.address, begin - piece.address, piece.mapping});
+      if (!rest.pieces.empty()) insert(std::move(rest));
+      rest = {{}, block.is_large};
+      if (piece.end() > end) rest.pieces.push_back({end, piece.end() - end, piece.mapping});
+    }
+    if (!rest.pieces.empty()) insert(std::move(rest));
+    return taken;
   }
 
   void insert(Block block) {
@@ -193,6 +229,12 @@ struct Pool {
     std::optional<Block> found;
     if (nbytes < HUGE_PAGE_NBYTES) found = small.take(nbytes);
     return found ? std::move(found) : large.take(nbytes);
+  }
+
+  const Piece* hand_over(size_t* count) {
+    for (const Piece& piece : in_hand) counts.waiting -= piece.nbytes;
+    *count = in_hand.size();
+    return in_hand.data();
   }
 
   // What is in use is not this pool's any more: it is unmapped when it is freed.
@@ -315,6 +357,15 @@ size_t take_piece(Pool* pool, size_t nbytes) {
   return found->address();
 }
 
+// Whole huge pages of `nbytes`, or as many as there are. They are the caller's; the list of them is
+// valid until the next call.
+const Piece* take_huge(Pool* pool, size_t nbytes, size_t* count) {
+  const std::lock_guard<std::mutex> lock(guard);
+  pool->join();
+  pool->in_hand = pool->large.take_huge(nbytes);
+  return pool->hand_over(count);
+}
+
 // The pieces of `nbytes` or a little more, less if no range is so large, none if there is none.
 // They are the caller's; the list of them is valid until the next call.
 const Piece* cut_off(Pool* pool, size_t nbytes, bool is_large, size_t* count) {
@@ -323,9 +374,7 @@ const Piece* cut_off(Pool* pool, size_t nbytes, bool is_large, size_t* count) {
   pool->in_hand.clear();
   FreeRanges& ranges = pool->ranges(is_large);
   if (ranges.nbytes()) pool->in_hand = ranges.cut_off(nbytes).pieces;
-  for (const Piece& piece : pool->in_hand) pool->counts.waiting -= piece.nbytes;
-  *count = pool->in_hand.size();
-  return pool->in_hand.data();
+  return pool->hand_over(count);
 }
 
 // The most that has been in use at once counts so much less from now on.

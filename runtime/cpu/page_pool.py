@@ -73,9 +73,9 @@ class PagePool:
         and a fresh one takes their place. Else all memory would end in pieces, step by step.
         """
         start, is_large = pages.take(nbytes), nbytes >= HUGE_PAGE_BYTES
-        scraps = self._break_up(reused_bytes, large_first=is_large)
         whole_bytes = reused_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        huge = scraps.take_huge(whole_bytes)
+        huge = self._take_huge(whole_bytes) if whole_bytes else []
+        scraps = self._break_up(reused_bytes - total_nbytes(huge))
         _release(scraps.take_least(whole_bytes - total_nbytes(huge)))
         small = scraps.take(reused_bytes - whole_bytes)
         self._keep(scraps)
@@ -91,7 +91,7 @@ class PagePool:
     def shrink(self, nbytes: int) -> None:
         """Unmap at least `nbytes` of what waits, or all there is; huge pages go as a whole."""
         nbytes = pages.round_up(max(0, nbytes))
-        scraps = self._break_up(nbytes, large_first=False)
+        scraps = self._break_up(nbytes)
         _release(scraps.take_least(nbytes))
         self._keep(scraps)
 
@@ -117,10 +117,16 @@ class PagePool:
         found = self._library.cut_off(self.handle, nbytes, is_large, ctypes.byref(count))
         return [Piece(p.address, p.nbytes, p.mapping) for p in found[: count.value]]
 
-    def _break_up(self, nbytes: int, *, large_first: bool) -> PageScraps:
-        """Pieces of at least `nbytes`, or all there are."""
+    def _take_huge(self, nbytes: int) -> list[Piece]:
+        """Whole huge pages of `nbytes`, or as many as wait. They are the caller's."""
+        count = ctypes.c_size_t()
+        found = self._library.take_huge(self.handle, nbytes, ctypes.byref(count))
+        return [Piece(p.address, p.nbytes, p.mapping) for p in found[: count.value]]
+
+    def _break_up(self, nbytes: int) -> PageScraps:
+        """Pieces of at least `nbytes`, or all there are: of mappings without huge pages first."""
         scraps = PageScraps()
-        for is_large in (large_first, not large_first):
+        for is_large in (False, True):
             while scraps.nbytes < nbytes:
                 pieces = self.cut_off(nbytes - scraps.nbytes, is_large=is_large)
                 for piece in pieces:

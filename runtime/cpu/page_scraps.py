@@ -59,12 +59,6 @@ class PageScraps:
         if piece.end > end:
             self._small.append(piece.last(piece.end - end))
 
-    def take_huge(self, nbytes: int) -> list[Piece]:
-        """Whole huge pages of `nbytes`, or all there are."""
-        pieces = _take(self._huge, nbytes)
-        self.nbytes -= total_nbytes(pieces)
-        return pieces
-
     def take(self, nbytes: int) -> list[Piece]:
         """Pieces of `nbytes`, or all there are: small ones, and if need be a huge page is cut."""
         pieces = self.take_least(nbytes)

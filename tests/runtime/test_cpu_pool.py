@@ -153,6 +153,26 @@ def test_what_is_unmapped_is_whole_pages() -> None:
         pages.release(1000, 1000)
 
 
+def test_a_new_block_has_the_whole_huge_pages_that_wait_wherever_they_are() -> None:
+    """Each of two ranges has two, between a MiB on both sides."""
+    pool = PagePool()
+    for _ in range(2):
+        start = pages.take(8 * MIB)
+        assert start % HUGE_PAGE_BYTES == 0
+        _bytes_at(start, 8 * MIB).fill_(7)
+        for end in (start, start + 7 * MIB):
+            pages.release(end, MIB)
+        pool.give_piece(start + MIB, 6 * MIB)
+    pool.make(8 * MIB, 8 * MIB)
+    assert pool.nbytes == 12 * MIB
+    address = int(pool._library.take_block(pool.handle, 8 * MIB))
+    assert bool((_bytes_at(address, 8 * MIB) == 7).all()), "some of it is fresh"
+    assert pool.nbytes == 4 * MIB
+    pool._library.free_block(address)
+    pool.close()
+    assert pool.nbytes == 0
+
+
 def test_blocks_outlive_their_pool_and_then_go(pool: CpuPool) -> None:
     before = process_memory.resident_bytes()
     tensor = _floats(64 * MIB, 5.0)
@@ -203,11 +223,10 @@ def test_scraps_keep_huge_pages_whole_while_they_can() -> None:
     scraps = PageScraps()
     scraps.add(Piece(HUGE_PAGE_BYTES - MIB, MIB + 2 * HUGE_PAGE_BYTES, 1))
     assert scraps.take_least(MIB) == [Piece(HUGE_PAGE_BYTES - MIB, MIB, 1)]
-    assert scraps.take_huge(HUGE_PAGE_BYTES) == [Piece(2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, 1)]
+    assert scraps.take_least(MIB) == [Piece(2 * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES, 1)]
     taken = scraps.take(MIB)
     assert taken == [Piece(2 * HUGE_PAGE_BYTES - MIB, MIB, 1)]
     assert scraps.nbytes == HUGE_PAGE_BYTES - MIB
-    assert scraps.take_huge(HUGE_PAGE_BYTES) == []
     scraps.add(Piece(4 * HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES, 1))
     least = scraps.take_least(HUGE_PAGE_BYTES)
     assert [piece.nbytes for piece in least] == [HUGE_PAGE_BYTES - MIB, HUGE_PAGE_BYTES]
