@@ -20,7 +20,7 @@ _MAY_PASS = frozenset({errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ENOMEM})
 
 
 def move(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
-    """Writes or reads `chunk`, as its transfer says; a second time if the first fails.
+    """Writes or reads `chunk`, as its transfer says; once more if the first time fails.
 
     Raises:
         StorageError: the system calls failed; names tensor, directory, offset and cause.
@@ -34,7 +34,7 @@ def move(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None
         raise
     except OSError as error:
         named = _named(error, chunk, arena, directory)
-        if error.errno not in _MAY_PASS:
+        if chunk.failure or error.errno not in _MAY_PASS:
             raise named from error
         _log.warning("%s; trying once more", named)
         try:
@@ -46,6 +46,8 @@ def move(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None
 
 
 def _move_once(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
+    if chunk.failure > 0 and chunk.failure not in _MAY_PASS:
+        raise OSError(chunk.failure, os.strerror(chunk.failure))
     if chunk.transfer.direction is Direction.OUT:
         _write(arena, chunk, checksum=checksum)
     else:
@@ -63,7 +65,7 @@ def keep_ends(chunk: Chunk) -> None:
 
 
 def why_failed(error: int) -> str:
-    """What became of a chunk in a lane."""
+    """Why a lane could not move a chunk."""
     if error > 0:
         return f"{errno.errorcode.get(error, 'error')}: {os.strerror(error)}"
     return "the file ended early" if error == ENDED_EARLY else "the checksum differs"
@@ -89,7 +91,7 @@ def _read(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> Non
 
 def _verify(arena: Arena, chunk: Chunk, directory: Path) -> None:
     expected = chunk.record.checksums[chunk.index]
-    for attempt in ("first", "second"):
+    for attempt in ("second",) if chunk.failure else ("first", "second"):
         found = arena.checksum(chunk.address, chunk.nbytes)
         if found == expected:
             return

@@ -1,10 +1,12 @@
 """Tells whoever waits that a transfer has ended, in Python or in a lane."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter_ns
 
 from teraplan.runtime.process.locks import Bell
 from teraplan.runtime.storage.lane import Lane
+from teraplan.runtime.storage.store import Store
 from teraplan.runtime.storage.transfers import Transfer
 
 Wait = Callable[[float], object]
@@ -43,3 +45,12 @@ class Ends:
             return False
         self._lane.catch_up(_COUNT_S)
         return True
+
+
+def nothing_moved_s(transfer: Transfer, began_ns: int, stores: Sequence[Store]) -> float:
+    """For so long nothing of the transfer has moved for somebody who waits since `began_ns`."""
+    write = transfer.record.write if transfer.record is not None else transfer
+    held_until_ns = max(store.held_until_ns for store in stores)
+    moved_ns = [one.group.end_ns for one in (transfer, write) if one.group is not None]
+    last_ns = max(began_ns, transfer.progress_ns, write.progress_ns, held_until_ns, *moved_ns)
+    return (perf_counter_ns() - last_ns) / 1e9

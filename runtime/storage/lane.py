@@ -77,6 +77,7 @@ _Lane, _Bool, _U64, _I64 = ctypes.c_void_p, ctypes.c_bool, ctypes.c_uint64, ctyp
 _Size, _Reports = ctypes.c_size_t, ctypes.POINTER(_Report)
 _SIGNATURES = {
     "new_lane": (_Lane, ctypes.c_int, _Size),
+    "set_calls": (None, ctypes.c_void_p, ctypes.c_void_p),
     "delete_lane": (None, _Lane),
     "push_jobs": (None, _Lane, ctypes.POINTER(_Job), _Size, _Bool),
     "promote_group": (None, _Lane, ctypes.c_void_p),
@@ -128,7 +129,8 @@ class _Library:
 
 
 @cache
-def _library() -> "_Library | None":
+def lane_library() -> "_Library | None":
+    """What lanes are made with; None where there is no compiler."""
     try:
         return _Library()
     except (AttributeError, OSError, RuntimeError) as error:  # no compiler, another xxhash
@@ -150,7 +152,7 @@ class Lane:
     @classmethod
     def open(cls, fd: int) -> "Lane | None":
         """A lane to a file, None where there can be none."""
-        library = _library()
+        library = lane_library()
         return cls(library, fd) if library is not None else None
 
     # -- what is to be moved -----------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
@@ -127,17 +128,12 @@ class Storage:
                 and not any(why_not("kvikio-gds", Path(directory)) for directory in directories)
             )
             chosen = "kvikio-gds" if has_gds else "posix"
+        encrypt_for = len(workers.always + workers.when_urgent) if encrypt else 0
+        open_one = partial(open_directory, path=chosen, strict=strict, encrypt_for=encrypt_for)
         opened: list[OpenedDirectory] = []
         try:
             for directory in directories:
-                opened.append(
-                    open_directory(
-                        Path(directory),
-                        path=chosen,
-                        strict=strict,
-                        encrypt_for=len(workers.always + workers.when_urgent) if encrypt else 0,
-                    )
-                )
+                opened.append(open_one(Path(directory)))
         except BaseException:
             for one in opened:
                 one.arena.close()

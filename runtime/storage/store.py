@@ -234,7 +234,8 @@ class Store:
         ended = self.lane.take_ended()
         for chunk, error in ended:
             if error:
-                _log.warning("%s: %s; trying once more", chunk.transfer.label, why_failed(error))
+                _log.warning("%s: %s", chunk.transfer.label, why_failed(error))
+                chunk.failure = error
                 self.queue.add(chunk.transfer, [chunk])
             else:
                 self.pending_bytes -= chunk.nbytes
@@ -315,24 +316,30 @@ class Store:
     def _next(self, number: int, prefers: Direction, *, urgent_only: bool) -> Chunk | None:
         while self._open:
             with self._lock:
-                while self._open:
-                    calls_before = self.lane.num_calls if self.lane is not None else 0
-                    chunk = self.queue.take_urgent() if urgent_only else self._take(prefers)
-                    if chunk is not None and self._reports.pass_on(self, chunk):
-                        continue
-                    if chunk is not None:
-                        chunk.start_ns = perf_counter_ns()
-                        if not self.running:
-                            self._speed.start(chunk.start_ns)
-                        self.running[number] = chunk
-                        return chunk
-                    if self.lane is not None:
-                        break
+                calls_before = self.lane.num_calls if self.lane is not None else 0
+                chunk = self._begin(number, prefers, urgent_only=urgent_only)
+                if chunk is not None:
+                    return chunk
+                if self.lane is None and self._open:
                     (self._urgent_work if urgent_only else self._work).wait()
             if self.lane is not None:
                 self.lane.run(calls_before, prefers, urgent_only=urgent_only)
                 self._reports.count_ended(self)
         return None
+
+    def _begin(self, number: int, prefers: Direction, *, urgent_only: bool) -> Chunk | None:
+        """The next chunk that is not for another store, if any is queued for Python."""
+        while True:
+            chunk = self.queue.take_urgent() if urgent_only else self._take(prefers)
+            if chunk is None:
+                return None
+            if not self._reports.pass_on(self, chunk):
+                break
+        chunk.start_ns = perf_counter_ns()
+        if not self.running:
+            self._speed.start(chunk.start_ns)
+        self.running[number] = chunk
+        return chunk
 
     def _take(self, prefers: Direction) -> Chunk | None:
         if (chunk := self.queue.take(prefers)) is None:

@@ -19,7 +19,7 @@ from teraplan.runtime.process.locks import if_free
 from teraplan.runtime.storage.balance import Balance
 from teraplan.runtime.storage.describe import deadline_text
 from teraplan.runtime.storage.directories import OpenedDirectory
-from teraplan.runtime.storage.ends import Ends, Wait
+from teraplan.runtime.storage.ends import Ends, Wait, nothing_moved_s
 from teraplan.runtime.storage.lane import Lane
 from teraplan.runtime.storage.pace import Pace
 from teraplan.runtime.storage.placement import place
@@ -220,10 +220,12 @@ class Traffic:
             if self._worker_died:
                 raise StorageError(f"{what}: {transfer.label}: {self._closed_because}")
             self._promote(transfer)
-            idle_s = self._idle_s(transfer, began_ns)
+            idle_s = nothing_moved_s(transfer, began_ns, self.stores)
             if idle_s >= deadline_s / 2:
                 self._balance.leave_stuck_stores(deadline_s, idle_s)
-                idle_s = self._idle_s(transfer, began_ns)  # elsewhere it begins anew
+                idle_s = nothing_moved_s(
+                    transfer, began_ns, self.stores
+                )  # elsewhere it begins anew
             if idle_s >= deadline_s:
                 raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
             half_s, rest_s = deadline_s / 2 - idle_s, deadline_s - idle_s
@@ -245,11 +247,10 @@ class Traffic:
             transfer.error = transfer.error or error
             if transfer.num_chunks_left:
                 return
-            owner, after = transfer.owner, transfer.after
-            transfer.owner = transfer.after = None
+            held = transfer.let_go()
         # Freeing a large tensor takes milliseconds and may run finalizers: not under the lock,
         # and before `done`, so that whoever sees `done` finds the memory free.
-        del owner, after
+        del held
         with self.lock:
             self._end(transfer)
             self._free_dropped()
@@ -264,10 +265,8 @@ class Traffic:
                 transfer.progress_ns = perf_counter_ns()
                 if transfer.num_chunks_left == 0:
                     over.append(transfer)
-            owners = [(transfer.owner, transfer.after) for transfer in over]
-            for transfer in over:
-                transfer.owner = transfer.after = None
-        del owners  # see `ended`
+            held = [transfer.let_go() for transfer in over]
+        del held  # see `ended`
         with self.lock:
             for transfer in over:
                 self._end(transfer)
@@ -352,14 +351,6 @@ class Traffic:
             transfer.urgent = True
             for index in {one.store for one in record.places}:
                 self.stores[index].promote(transfer)
-
-    def _idle_s(self, transfer: Transfer, began_ns: int) -> float:
-        """For so long nothing of the transfer has moved for somebody who waits since `began_ns`."""
-        write = transfer.record.write if transfer.record is not None else transfer
-        held_until_ns = max(store.held_until_ns for store in self.stores)
-        moved_ns = [one.group.end_ns for one in (transfer, write) if one.group is not None]
-        last_ns = max(began_ns, transfer.progress_ns, write.progress_ns, held_until_ns, *moved_ns)
-        return (perf_counter_ns() - last_ns) / 1e9
 
     def _free_dropped(self) -> None:
         while self._drops:

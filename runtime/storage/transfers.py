@@ -101,6 +101,12 @@ class Transfer:
         if self.error is not None:
             raise bare(self.error) from self.error.__cause__
 
+    def let_go(self) -> object:
+        """What it held, which is the caller's to delete."""
+        held = self.owner, self.after
+        self.owner = self.after = None
+        return held
+
     def mark_done(self) -> None:
         """Ends it: times, and everything it held is let go."""
         if self.has_ended:
@@ -255,6 +261,8 @@ class Chunk:
     """Its worker is stuck, and another one writes the same bytes elsewhere."""
     owner: object = None
     """What an abandoned chunk keeps alive until its worker comes back."""
+    failure: int = 0
+    """Of a lane that has tried it: an errno, or see `lane`."""
     was_moved: bool = False
     """It was to be written to another store at first."""
     failed_in: frozenset[int] = frozenset()

@@ -165,7 +165,9 @@ class FaultyTraining:
         device, session = self._device(), self._session
         session.engine.drop_all()  # to the storage that it came from
         device.storage.close()
-        device.tiers.storage = Storage.open(self._directories, deadline_s=deadline_s)
+        device.tiers.storage = Storage.open(
+            self._directories, deadline_s=deadline_s, without_python=True
+        )
         session._error, session._fault = None, ""
         session._faults = StepFaults(session.engine)
         session.engine.mover.faults = []

@@ -3,6 +3,7 @@
 The faults enter where the engine calls the kernel, so everything above is the code that trains.
 """
 
+import ctypes
 import errno
 import os
 import threading
@@ -10,10 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from teraplan.runtime.storage import arena, posix_arena, store
+from teraplan.runtime.storage import arena, posix_arena
+from teraplan.runtime.storage.lane import lane_library
+from teraplan.runtime.storage.memory import view
 
 Buffers = Sequence[memoryview]
 CALLS = ("write", "read", "grow")
@@ -113,8 +117,41 @@ def injected(*faults: Fault) -> Iterator[FaultyCalls]:
             (posix_arena, "pwritev", calls.write),
             (posix_arena, "preadv", calls.read),
             (arena, "posix_fallocate", calls.grow),
-            (store.Store, "is_for_lane", lambda *_: False),
         )
         for module, name, call in replaced:
             patch.setattr(module, name, call)
-        yield calls
+        with _in_lanes(calls):
+            yield calls
+
+
+_Call = ctypes.CFUNCTYPE(
+    ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, use_errno=True
+)
+
+
+@contextmanager
+def _in_lanes(calls: FaultyCalls) -> Iterator[None]:
+    """The same for what is moved in C++."""
+    library = lane_library()
+    assert library is not None, "there is a compiler where this is tested"
+    write, read = _in_c(calls.write), _in_c(calls.read)
+    library.set_calls(ctypes.cast(write, ctypes.c_void_p), ctypes.cast(read, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        library.set_calls(None, None)
+        _kept.append((write, read))  # a thread may be in one of them
+
+
+_kept: list[object] = []
+
+
+def _in_c(call: Callable[[int, Buffers, int], int]) -> Any:  # noqa: ANN401  a ctypes function
+    def in_c(fd: int, address: int, nbytes: int, offset: int) -> int:
+        try:
+            return call(fd, [view(address, nbytes)], offset)
+        except OSError as error:
+            ctypes.set_errno(error.errno or errno.EIO)
+            return -1
+
+    return _Call(in_c)
