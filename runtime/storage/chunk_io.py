@@ -91,16 +91,18 @@ def _read(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> Non
 
 def _verify(arena: Arena, chunk: Chunk, directory: Path) -> None:
     expected = chunk.record.checksums[chunk.index]
-    for attempt in ("second",) if chunk.failure else ("first", "second"):
+    found = arena.checksum(chunk.address, chunk.nbytes)
+    if found == expected:
+        return
+    if not chunk.failure:  # a flip on the way back, not on the disk, is gone the second time
+        _log.warning(
+            "checksum of %s at offset %d in %s differs on the first read",
+            *(chunk.transfer.label, chunk.place.offset, directory),
+        )
+        arena.read(chunk.address, chunk.nbytes, chunk.place.offset)
         found = arena.checksum(chunk.address, chunk.nbytes)
         if found == expected:
             return
-        _log.warning(
-            "checksum of %s at offset %d in %s differs on the %s read",
-            *(chunk.transfer.label, chunk.place.offset, directory, attempt),
-        )
-        if attempt == "first":  # a flip on the way back, not on the disk, is gone the second time
-            arena.read(chunk.address, chunk.nbytes, chunk.place.offset)
     raise IntegrityError(
         f"{chunk.transfer.label}: {format_nbytes(chunk.nbytes)} at offset {chunk.place.offset} of "
         f"the spill file in {directory} came back changed (checksum {found:016x}, written "

@@ -1,6 +1,7 @@
 """Chunks that are moved in C++: what that does well, and what it leaves to Python."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,7 +189,7 @@ with Storage.open([Path(sys.argv[1])], without_python=True) as storage:
 def test_a_write_that_fails_is_named_by_python(disk: Path) -> None:
     command = [sys.executable, "-c", _LIMITED, str(disk)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "act3: write of 8.00 MiB at offset" in done.stdout
+    assert re.search("act3: write of [48].00 MiB at offset", done.stdout), "whichever failed first"
     assert "files of this process may have 10.00 MiB: raise that limit" in done.stdout
 
 
