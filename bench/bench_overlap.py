@@ -62,7 +62,7 @@ def engine(directory: Path) -> Iterator[Callable[[], float]]:
                 storage.wait(read, what="the bench")
                 storage.drop(record)
 
-    with Storage.open([directory]) as storage:
+    with Storage.open([directory], without_python=True) as storage:
         feeder = threading.Thread(target=feed, args=(storage,))
         feeder.start()
         time.sleep(0.3)

@@ -147,7 +147,9 @@ class Engine:
         self.name = workers + ("" if checksum else ", no checksum")
         self._ring, self._landing = rings
         self._nbytes = nbytes
-        self._storage = Storage.open([directory], checksum=checksum, workers=WORKERS[workers])
+        self._storage = Storage.open(
+            [directory], checksum=checksum, workers=WORKERS[workers], without_python=True
+        )
         self._kept = self._write(sizes_of("write", nbytes))
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
     Storage.open(directories) -> put -> Record -> get -> Transfer -> wait
 
 `session` is the public face, `store` one directory with its queue and threads, `arena` what a back
-end has to be, `posix_arena` the default one.
+end has to be, `posix_arena` the default one; `lane` moves its bytes without Python's lock.
 """
 
 from teraplan.runtime.storage.directories import default_directory

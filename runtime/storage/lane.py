@@ -8,6 +8,7 @@ get their names.
 
 import ctypes
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ _SLICE_S = 0.02
 """Handlers of signals run after so much of a wait at the latest."""
 _POLL_S = 0.001
 _MOST_REPORTS = 256
-_DIGEST = "XXH3_64bits_dispatch"
+_DIGESTS = ("XXH3_64bits_dispatch", "XXH3_64bits")
+"""What xxhash has compiled: for the best of this processor's instructions, or for all."""
 ENDED_EARLY = -1
 """Of a job, where it is no errno."""
 
@@ -115,16 +117,16 @@ class _Library:
                 function = getattr(library, name)
                 function.restype, function.argtypes = result, arguments
                 setattr(self, name, function)
-        # What xxhash has compiled for the best of this processor's instructions.
         compiled = find_spec("xxhash._xxhash")
         if compiled is None or compiled.origin is None:
             raise AttributeError("xxhash is not compiled")
-        hashing = getattr(ctypes.CDLL(compiled.origin), _DIGEST)
+        hashes = ctypes.CDLL(compiled.origin)
+        hashing = next(getattr(hashes, name) for name in _DIGESTS if hasattr(hashes, name))
         hashing.restype, hashing.argtypes = _U64, (ctypes.c_void_p, _Size)
         probe = ctypes.create_string_buffer(bytes(range(256)) * 64)
         address, nbytes = ctypes.addressof(probe), len(probe)
         if hashing(address, nbytes) != digest(address, nbytes):
-            raise AttributeError(f"{_DIGEST} of xxhash is not what it was")
+            raise AttributeError("XXH3 of xxhash is not what it was")
         self.digest = ctypes.cast(hashing, ctypes.c_void_p).value
 
 
@@ -133,9 +135,20 @@ def lane_library() -> "_Library | None":
     """What lanes are made with; None where there is no compiler."""
     try:
         return _Library()
-    except (AttributeError, OSError, RuntimeError) as error:  # no compiler, another xxhash
+    except (
+        AttributeError,
+        OSError,
+        RuntimeError,
+        StopIteration,
+    ) as error:  # no compiler, another xxhash
         _log.info("tensors are moved by threads of Python: %s", error)
         return None
+
+
+def _delete(library: _Library, handle: int, pid: int) -> None:
+    """Not in a forked child: it has none of the threads that it would wait for."""
+    if os.getpid() == pid:
+        library.delete_lane(handle)
 
 
 class Lane:
@@ -145,7 +158,7 @@ class Lane:
         self._library = library
         self._handle = library.new_lane(fd, library.digest)
         # Threads that run keep it alive.
-        weakref.finalize(self, library.delete_lane, self._handle).atexit = False
+        weakref.finalize(self, _delete, library, self._handle, os.getpid()).atexit = False
         self._chunks: dict[int, Chunk] = {}
         self._next_number = 1
 

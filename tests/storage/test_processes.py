@@ -28,11 +28,19 @@ ReadBack = Callable[[Storage, Record], Bytes]
 HOLD = """
     import ctypes, pathlib, sys, time
     from teraplan.runtime.storage import Storage
-    storage = Storage.open([pathlib.Path(sys.argv[1])])
+    storage = Storage.open([pathlib.Path(sys.argv[1])], without_python=True)
     block = ctypes.create_string_buffer(32 << 20)
     record = storage.put(ctypes.addressof(block), 32 << 20, owner=block, label="t")
     storage.wait(record.write, what="the test")
 """
+
+
+@pytest.fixture(autouse=True, params=["Python", "C++"])
+def moved_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is of threads that move bytes in Python, and of those that do it in C++."""
+    without_python = request.param == "C++"
+    opening = partial(Storage.open, without_python=without_python)
+    monkeypatch.setattr(Storage, "open", opening)
 
 
 def _run(program: str, directory: Path) -> "subprocess.Popen[str]":
