@@ -196,9 +196,10 @@ def machine_named(spec: str) -> Machine:
             f"name: {', '.join(DEVICES)}"
         )
     if device is None:
-        near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.0)
+        near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
+        hint = f'did you mean "{near[0]}"? ' if near else ""
         raise ConfigError(
-            f'machine "{name}" is not one of {", ".join(DEVICES)}; did you mean "{near[0]}"? '
+            f'machine "{name}" is not one of {", ".join(DEVICES)}; {hint}'
             "Commands that take a file of hardware, too, know it by .json at the end of its path"
         )
     num_ssds, host_bytes = 4, 480 * GB if name == "gh200" else 512 * GB

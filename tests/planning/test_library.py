@@ -137,6 +137,7 @@ def test_reads_version_1_of_hardware_files() -> None:
         ("h200:cores=0", "cores that update nothing"),
         ("h200:cores=many", "is not a size"),
         ("h100", 'machine "h100" is not one of .* did you mean "h'),
+        ("banana", 'machine "banana" is not one of .*gh200; Commands that take a file'),
         ("h200:host=" + "9" * 400, "a size of hundreds of digits"),
         ("h200:staging=" + "9" * 400 + "GiB", "a size of hundreds of digits"),
         ("h200:cores=" + "9" * 400, "a size of hundreds of digits"),
