@@ -1,8 +1,8 @@
 """Moves chunks in C++ without Python's lock: see `lane.cpp`, which this hands them to.
 
 A thread that moves chunks in Python takes the lock some four times for each, and whoever computes
-waits meanwhile: in a step of a T5 under half of its memory that was 4 % of the time. Here it takes
-the lock when there is something to do in Python. What fails here is tried anew there, where errors
+waits meanwhile. With threads like this one a T5's step under half of its memory was 1.1 % shorter.
+These take the lock when there is something to do in Python. What fails here is tried anew there, where errors
 get their names.
 """
 
