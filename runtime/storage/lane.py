@@ -2,8 +2,8 @@
 
 A thread that moves chunks in Python takes the lock some four times for each, and whoever computes
 waits meanwhile. With threads like this one a T5's step under half of its memory was 1.1 % shorter.
-These take the lock when there is something to do in Python. What fails here is tried anew there, where errors
-get their names.
+They take the lock when there is something to do in Python. What fails here is tried once more
+there, where errors get their names.
 """
 
 import ctypes
