@@ -56,7 +56,5 @@ def library() -> ctypes.PyDLL:
     """Compiled at the first call; it fails as a compiler does."""
     here = Path(__file__)
     loaded = compiled_source.load(*(here.with_name(name) for name in _SOURCES))
-    for name, (result, *arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
+    compiled_source.declare(loaded, _SIGNATURES)
     return loaded

@@ -157,7 +157,7 @@ class FreeRanges {
       const size_t end = last * HUGE_PAGE_NBYTES;
       const size_t has = last > first ? end - first * HUGE_PAGE_NBYTES : 0;
       const size_t begin = end - std::min(has, nbytes - taken);
-      if (begin == end || !has) {
+      if (begin == end) {
         rest.pieces.push_back(piece);
         continue;
       }

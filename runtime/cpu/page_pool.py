@@ -12,6 +12,8 @@ in a step of an 8-layer GPT-2, 17 ms); with ranges that are split and joined it 
 """
 
 import ctypes
+from collections.abc import Callable
+from typing import Any
 
 from teraplan.runtime.cpu.native import CPiece, library
 from teraplan.runtime.cpu.page_scraps import PageScraps, Piece, new_mapping, total_nbytes
@@ -113,14 +115,15 @@ class PagePool:
             nbytes: that are wanted.
             is_large: of mappings that may have huge pages.
         """
-        count = ctypes.c_size_t()
-        found = self._library.cut_off(self.handle, nbytes, is_large, ctypes.byref(count))
-        return [Piece(p.address, p.nbytes, p.mapping) for p in found[: count.value]]
+        return self._handed_over(self._library.cut_off, nbytes, is_large)
 
     def _take_huge(self, nbytes: int) -> list[Piece]:
         """Whole huge pages of `nbytes`, or as many as wait. They are the caller's."""
+        return self._handed_over(self._library.take_huge, nbytes)
+
+    def _handed_over(self, function: Callable[..., Any], *arguments: int) -> list[Piece]:
         count = ctypes.c_size_t()
-        found = self._library.take_huge(self.handle, nbytes, ctypes.byref(count))
+        found = function(self.handle, *arguments, ctypes.byref(count))
         return [Piece(p.address, p.nbytes, p.mapping) for p in found[: count.value]]
 
     def _break_up(self, nbytes: int) -> PageScraps:

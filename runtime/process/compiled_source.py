@@ -4,6 +4,7 @@ By the toolchain that Inductor has for its kernels, in some seconds, and kept in
 """
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,3 +18,10 @@ def load(*sources: Path) -> ctypes.PyDLL:
     ctypes.CDLL(str(torch_lib), mode=ctypes.RTLD_GLOBAL)  # the symbols that the sources need
     compiled: Any = CppCodeCache.load("\n".join(source.read_text() for source in sources))
     return ctypes.PyDLL(compiled._name)
+
+
+def declare(library: ctypes.CDLL, signatures: Mapping[str, tuple[Any, ...]]) -> None:
+    """Say of each function by its name what it returns, and then what it takes."""
+    for name, (result, *arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from teraplan.errors import IntegrityError, StorageError, StorageFullError
 from teraplan.runtime.storage.arena import Arena
-from teraplan.runtime.storage.lane import ENDED_EARLY
 from teraplan.runtime.storage.transfers import Chunk
 from teraplan.units import format_nbytes
 from teraplan.values.run_record import Direction
@@ -54,7 +53,7 @@ def _move_once(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -
         _read(arena, chunk, directory, checksum=checksum)
 
 
-def keep_ends(chunk: Chunk) -> None:
+def copy_ends(chunk: Chunk) -> None:
     """Copies what of its record is no part of the body, out or back, if it is the first chunk."""
     if chunk.index:
         return
@@ -64,15 +63,8 @@ def keep_ends(chunk: Chunk) -> None:
         chunk.record.restore_ends(chunk.record_address)
 
 
-def why_failed(error: int) -> str:
-    """Why a lane could not move a chunk."""
-    if error > 0:
-        return f"{errno.errorcode.get(error, 'error')}: {os.strerror(error)}"
-    return "the file ended early" if error == ENDED_EARLY else "the checksum differs"
-
-
 def _write(arena: Arena, chunk: Chunk, *, checksum: bool) -> None:
-    keep_ends(chunk)
+    copy_ends(chunk)
     if not chunk.nbytes:
         return
     if checksum:
@@ -81,7 +73,7 @@ def _write(arena: Arena, chunk: Chunk, *, checksum: bool) -> None:
 
 
 def _read(arena: Arena, chunk: Chunk, directory: Path, *, checksum: bool) -> None:
-    keep_ends(chunk)
+    copy_ends(chunk)
     if not chunk.nbytes:
         return
     arena.read(chunk.address, chunk.nbytes, chunk.place.offset)

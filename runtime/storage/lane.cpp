@@ -17,8 +17,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <iterator>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -91,23 +91,24 @@ struct Lane {
     return take(prefers_writes ? writes : reads, job) || take(prefers_writes ? reads : writes, job);
   }
 
-  int64_t write(const Job& job) {
-    if (job.digest) *job.digest = digest(job.address, job.nbytes);
+  template <class Call>
+  int64_t move(Call call, const Job& job) {
     for (uint64_t done = 0; done < job.nbytes;) {
-      const ssize_t n = write_call.load()(fd, job.address + done, job.nbytes - done, job.offset + done);
+      const ssize_t n = call(fd, job.address + done, job.nbytes - done, job.offset + done);
       if (n < 0 && errno != EINTR) return errno;
+      if (n == 0) return ENDED_EARLY;
       done += std::max<ssize_t>(n, 0);
     }
     return 0;
   }
 
+  int64_t write(const Job& job) {
+    if (job.digest) *job.digest = digest(job.address, job.nbytes);
+    return move(write_call.load(), job);
+  }
+
   int64_t read(const Job& job) {
-    for (uint64_t done = 0; done < job.nbytes;) {
-      const ssize_t n = read_call.load()(fd, job.address + done, job.nbytes - done, job.offset + done);
-      if (n < 0 && errno != EINTR) return errno;
-      if (n == 0) return ENDED_EARLY;
-      done += std::max<ssize_t>(n, 0);
-    }
+    if (const int64_t error = move(read_call.load(), job)) return error;
     if (job.digest && digest(job.address, job.nbytes) != *job.digest) return CHANGED;
     return 0;
   }
@@ -125,8 +126,10 @@ struct Lane {
       if (!group.start_ns || start_ns < group.start_ns) group.start_ns = start_ns;
       group.end_ns = reports.back().end_ns;
       is_last = --group.left == 0;
-      if (is_last) ++num_ended;
-      if (is_last) ended.notify_all();
+    }
+    if (is_last) {
+      ++num_ended;
+      ended.notify_all();
     }
     return error || (is_last && job.group->report);
   }

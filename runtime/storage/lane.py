@@ -7,9 +7,9 @@ there, where errors get their names.
 """
 
 import ctypes
+import errno
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _SLICE_S = 0.02
 """Handlers of signals run after so much of a wait at the latest."""
-_POLL_S = 0.001
 _MOST_REPORTS = 256
 _DIGESTS = ("XXH3_64bits_dispatch", "XXH3_64bits")
 """What xxhash has compiled: for the best of this processor's instructions, or for all."""
-ENDED_EARLY = -1
+_ENDED_EARLY = -1
 """Of a job, where it is no errno."""
 
 
@@ -72,7 +71,14 @@ class Ended(NamedTuple):
 
     chunk: "Chunk"
     error: int
-    """0 if all is well."""
+    """0 if all is well, an errno, or what C++ says beside them."""
+
+    @property
+    def why(self) -> str:
+        """The error in words."""
+        if self.error > 0:
+            return f"{errno.errorcode.get(self.error, 'error')}: {os.strerror(self.error)}"
+        return "the file ended early" if self.error == _ENDED_EARLY else "the checksum differs"
 
 
 _Lane, _Bool, _U64, _I64 = ctypes.c_void_p, ctypes.c_bool, ctypes.c_uint64, ctypes.c_int64
@@ -112,11 +118,10 @@ class _Library:
 
     def __init__(self) -> None:
         short = compiled_source.load(Path(__file__).with_name("lane.cpp"))
-        for library, functions in ((short, _SIGNATURES), (ctypes.CDLL(short._name), _WAITING)):
-            for name, (result, *arguments) in functions.items():
-                function = getattr(library, name)
-                function.restype, function.argtypes = result, arguments
-                setattr(self, name, function)
+        for library, signatures in ((short, _SIGNATURES), (ctypes.CDLL(short._name), _WAITING)):
+            compiled_source.declare(library, signatures)
+            for name in signatures:
+                setattr(self, name, getattr(library, name))
         compiled = find_spec("xxhash._xxhash")
         if compiled is None or compiled.origin is None:
             raise AttributeError("xxhash is not compiled")
@@ -135,12 +140,8 @@ def lane_library() -> "_Library | None":
     """What lanes are made with; None where there is no compiler."""
     try:
         return _Library()
-    except (
-        AttributeError,
-        OSError,
-        RuntimeError,
-        StopIteration,
-    ) as error:  # no compiler, another xxhash
+    except (AttributeError, OSError, RuntimeError, StopIteration) as error:
+        # There is no compiler, or xxhash is another one.
         _log.info("tensors are moved by threads of Python: %s", error)
         return None
 
@@ -188,11 +189,10 @@ class Lane:
         """What is queued of it goes first."""
         self._library.promote_group(self._handle, ctypes.addressof(group))
 
-    def remove(self, group: Group) -> None:
-        """Take what is queued of it out again, and wait until nothing of it is moved."""
+    def remove(self, group: Group) -> int:
+        """Take what is queued of it out again; how many chunks of it threads have begun."""
         self._remove(group)
-        while any(chunk.transfer.group is group for chunk in self.running):
-            time.sleep(_POLL_S)
+        return sum(chunk.transfer.group is group for chunk in self._chunks.values())
 
     def remove_all(self) -> list["Chunk"]:
         """Take all that is queued out again."""

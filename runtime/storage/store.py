@@ -18,7 +18,7 @@ from time import perf_counter_ns
 from teraplan.errors import StorageError
 from teraplan.runtime.process.threads import start_thread
 from teraplan.runtime.storage.arena import Arena
-from teraplan.runtime.storage.chunk_io import FULL, keep_ends, move, why_failed
+from teraplan.runtime.storage.chunk_io import FULL, copy_ends, move
 from teraplan.runtime.storage.lane import Ended, Group, Lane
 from teraplan.runtime.storage.space import Space
 from teraplan.runtime.storage.speed import Speed
@@ -152,7 +152,7 @@ class Store:
         self.pending_bytes += sum(chunk.nbytes for chunk in chunks)
         if self.lane is not None and self.is_for_lane(transfer, chunks):
             for chunk in chunks:
-                keep_ends(chunk)
+                copy_ends(chunk)
             transfer.group = Group(left=len(chunks))
             self.lane.push(transfer.group, chunks, urgent=transfer.urgent, checked=self._checksum)
             return
@@ -184,16 +184,17 @@ class Store:
         if len(self.queue):
             self.lane.call_back()
 
-    def take_back(self, transfer: Transfer) -> None:
-        """Whatever is queued of `transfer` will not be moved."""
+    def take_back(self, transfer: Transfer) -> int:
+        """Whatever is queued of `transfer` will not be moved; how many chunks a lane has begun."""
         self.queue.remove(transfer)
         self._work.notify_all()  # an interrupted `notify` counts a worker that it has woken again
         running = sum(chunk.nbytes for chunk in self.running.values())
         self.pending_bytes = self.queue.nbytes + running
-        if self.lane is not None:
-            if transfer.group is not None:
-                self.lane.remove(transfer.group)
-            self.pending_bytes += self.lane.nbytes
+        if self.lane is None:
+            return 0
+        left = self.lane.remove(transfer.group) if transfer.group is not None else 0
+        self.pending_bytes += self.lane.nbytes
+        return left
 
     def empty_queue(self) -> list[Chunk]:
         """What is queued, which nobody will move then."""
@@ -232,15 +233,16 @@ class Store:
         if self.lane is None:
             return []
         ended = self.lane.take_ended()
-        for chunk, error in ended:
-            if error:
-                _log.warning("%s: %s", chunk.transfer.label, why_failed(error))
-                chunk.failure = error
+        for one in ended:
+            chunk = one.chunk
+            if one.error:
+                _log.warning("%s: %s", chunk.transfer.label, one.why)
+                chunk.failure = one.error
                 self.queue.add(chunk.transfer, [chunk])
             else:
                 self.pending_bytes -= chunk.nbytes
                 self._count_moved(chunk)
-        if any(error for _, error in ended):
+        if any(one.error for one in ended):
             self.lane.call_back()
         return ended
 

@@ -223,9 +223,8 @@ class Traffic:
             idle_s = nothing_moved_s(transfer, began_ns, self.stores)
             if idle_s >= deadline_s / 2:
                 self._balance.leave_stuck_stores(deadline_s, idle_s)
-                idle_s = nothing_moved_s(
-                    transfer, began_ns, self.stores
-                )  # elsewhere it begins anew
+                # Elsewhere it begins anew.
+                idle_s = nothing_moved_s(transfer, began_ns, self.stores)
             if idle_s >= deadline_s:
                 raise DeadlineError(deadline_text(transfer, what, began_ns, self.stores))
             half_s, rest_s = deadline_s / 2 - idle_s, deadline_s - idle_s
@@ -242,36 +241,31 @@ class Traffic:
             if chunk.abandoned or (error is not None and self._balance.try_elsewhere(chunk)):
                 chunk.owner = None
                 return
-            transfer.num_chunks_left -= 1
-            transfer.progress_ns = perf_counter_ns()
             transfer.error = transfer.error or error
-            if transfer.num_chunks_left:
-                return
-            held = transfer.let_go()
-        # Freeing a large tensor takes milliseconds and may run finalizers: not under the lock,
-        # and before `done`, so that whoever sees `done` finds the memory free.
-        del held
-        with self.lock:
-            self._end(transfer)
-            self._free_dropped()
+            over = [transfer] if transfer.count_down() else []
+        self._end_all(over)
 
     def count_ended(self, store: Store) -> None:
         """Chunks have ended in the lane of `store`, or there may be some."""
         with self.lock:
             ended = store.take_ended()
-            over: list[Transfer] = []
-            for transfer in (chunk.transfer for chunk, error in ended if not error):
-                transfer.num_chunks_left -= 1
-                transfer.progress_ns = perf_counter_ns()
-                if transfer.num_chunks_left == 0:
-                    over.append(transfer)
-            held = [transfer.let_go() for transfer in over]
-        del held  # see `ended`
+            moved = [one.chunk.transfer for one in ended if not one.error]
+            over = [transfer for transfer in moved if transfer.count_down()]
+        self._end_all(over)
+        store.have_counted(len(ended))
+
+    def _end_all(self, over: Sequence[Transfer]) -> None:
+        """Ends transfers that nothing is left of. Without the lock held."""
+        if not over:
+            return
+        # Freeing a large tensor takes milliseconds and may run finalizers: not under the lock,
+        # and before `done`, so that whoever sees `done` finds the memory free.
+        for transfer in over:
+            transfer.let_go()
         with self.lock:
             for transfer in over:
                 self._end(transfer)
             self._free_dropped()
-        store.have_counted(len(ended))
 
     def find_work(self, store: Store) -> None:
         """Nothing is queued in `store`. With the lock held."""
@@ -336,15 +330,15 @@ class Traffic:
         record.under_way = before
         if transfer is None:
             return
+        transfer.num_chunks_left = sum(store.take_back(transfer) for store in self.stores)
+        if transfer.num_chunks_left:  # a lane has begun with it: it ends as others do
+            record.under_way.append(transfer)
         record.waiting_reads = [read for read in record.waiting_reads if read[0] is not transfer]
-        for store in self.stores:
-            store.take_back(transfer)
-        transfer.num_chunks_left = 0  # what has ended of it nevertheless is not its end
 
     def _promote(self, transfer: Transfer) -> None:
         record = transfer.record
         assert record is not None, f"{transfer} has ended and cannot become urgent"
-        if transfer is not record.write and not record.write.done:
+        if transfer is not record.write and not record.write.has_ended:
             transfer.urgent = True  # joins the urgent queue when its write has ended
             transfer = record.write
         if not transfer.urgent:

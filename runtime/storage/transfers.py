@@ -101,11 +101,15 @@ class Transfer:
         if self.error is not None:
             raise bare(self.error) from self.error.__cause__
 
-    def let_go(self) -> object:
-        """What it held, which is the caller's to delete."""
-        held = self.owner, self.after
+    def count_down(self) -> bool:
+        """A chunk of it has ended; whether that was the last."""
+        self.num_chunks_left -= 1
+        self.progress_ns = perf_counter_ns()
+        return self.num_chunks_left == 0
+
+    def let_go(self) -> None:
+        """It is over with the memory."""
         self.owner = self.after = None
-        return held
 
     def mark_done(self) -> None:
         """Ends it: times, and everything it held is let go."""
@@ -114,14 +118,15 @@ class Transfer:
         else:
             self.end_ns = perf_counter_ns()
             self.start_ns = self.start_ns or self.end_ns
-        self.owner = self.after = self.record = None
+        self.let_go()
+        self.record = None
         self._done = True
 
     def _settle(self) -> None:
         """What was moved without Python has ended; an interrupt leaves it to be done again."""
         if self.group is not None and self.group.left == 0:
             self.start_ns, self.end_ns = self.group.start_ns, self.group.end_ns
-            self.owner = self.after = None
+            self.let_go()
             self._done = True
 
 

@@ -24,6 +24,7 @@ from teraplan.values.hardware import Link
 
 Bytes = NDArray[np.uint8]
 Memory = Callable[..., Bytes]
+ReadBack = Callable[[Storage, Record], Bytes]
 NBYTES = 20 * MIB + 5000
 """Three chunks and an end that lies in memory."""
 
@@ -51,7 +52,7 @@ def spill_file(storage: Storage) -> int:
 
 
 def test_workers_do_not_come_back_to_python_for_it(
-    storage: Storage, memory: Memory, read_back: Callable[..., Bytes]
+    storage: Storage, memory: Memory, read_back: ReadBack
 ) -> None:
     source = memory(NBYTES, 64, seed=1)
     moved: list[object] = []
@@ -116,23 +117,23 @@ def test_who_holds_the_memory_is_let_go(storage: Storage, memory: Memory, look: 
     assert held() is None
 
 
-def test_a_changed_bit_on_the_disk_is_found_and_named(storage: Storage, memory: Memory) -> None:
+def test_a_changed_bit_on_the_disk_is_found_and_named(
+    storage: Storage, memory: Memory, read_back: ReadBack
+) -> None:
     record = written(storage, memory(NBYTES, seed=1))
     file, at = spill_file(storage), record.places[1].offset + 4321
     byte = os.pread(file, 1, at)
     os.pwrite(file, bytes([byte[0] ^ 4]), at)
     os.fsync(file)
     os.close(file)
-    landing = memory(NBYTES, record.address_remainder)
-    read = storage.get(record, landing.ctypes.data, owner=landing)
     with pytest.raises(IntegrityError, match=r"act3: 8.00 MiB at offset \d+ .* came back changed"):
-        storage.wait(read, what="the test")
+        read_back(storage, record)
     storage.drop(record)
     assert storage.bytes_in_use == 0
 
 
 def test_a_changed_bit_in_memory_is_read_again(
-    storage: Storage, memory: Memory, caplog: pytest.LogCaptureFixture
+    storage: Storage, memory: Memory, read_back: ReadBack, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The bytes on the disk are right: C++ meets another checksum, Python the right one."""
     source = memory(NBYTES, seed=1)
@@ -146,24 +147,22 @@ def test_a_changed_bit_in_memory_is_read_again(
         return take_ended()
 
     store.take_ended = mend  # type: ignore[method-assign,assignment]
-    landing = memory(NBYTES, record.address_remainder)
-    read = storage.get(record, landing.ctypes.data, owner=landing)
-    storage.wait(read, what="the test")
-    assert (landing == source).all()
+    assert (read_back(storage, record) == source).all()
     assert "act3: the checksum differs" in caplog.text
     storage.drop(record)
     assert storage.bytes_in_use == 0
 
 
-def test_a_file_that_has_lost_its_end(storage: Storage, memory: Memory) -> None:
+def test_a_file_that_has_lost_its_end(
+    storage: Storage, memory: Memory, read_back: ReadBack, caplog: pytest.LogCaptureFixture
+) -> None:
     record = written(storage, memory(NBYTES, seed=1))
     file = spill_file(storage)
     os.ftruncate(file, record.places[2].offset)
     os.close(file)
-    landing = memory(NBYTES, record.address_remainder)
-    read = storage.get(record, landing.ctypes.data, owner=landing)
     with pytest.raises(StorageError, match=r"act3: read of .* the file ended after 0 of"):
-        storage.wait(read, what="the test")
+        read_back(storage, record)
+    assert "act3: the file ended early" in caplog.text
     storage.drop(record)
 
 
@@ -270,7 +269,7 @@ def test_a_pace_and_events_are_for_python(storage: Storage, memory: Memory) -> N
 
 
 def test_without_a_compiler_python_moves_them(
-    disk: Path, memory: Memory, read_back: Callable[..., Bytes], monkeypatch: pytest.MonkeyPatch
+    disk: Path, memory: Memory, read_back: ReadBack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_compiler(*sources: Path) -> None:
         raise RuntimeError("no working C++ compiler found")
