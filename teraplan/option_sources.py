@@ -4,7 +4,6 @@ TERAPLAN_CONFIG=a.toml  ->  ("device_budget", "2GiB", "a.toml: line 1: option de
 TERAPLAN_STRICT=yes     ->  ("strict", "yes", "environment variable TERAPLAN_STRICT")
 """
 
-import difflib
 import io
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from teraplan.bounded_file import pieces
 from teraplan.errors import ConfigError, FileFormatError
+from teraplan.near_names import nearest
 
 PREFIX = "TERAPLAN_"
 """Start of the name of every environment variable that is read."""
@@ -54,8 +54,8 @@ def check_name(name: object, what: str, known: Iterable[str]) -> None:
         .removeprefix(PREFIX.lower())
         .replace("-", "_")
     )
-    near = difflib.get_close_matches(wanted, short, n=1, cutoff=0.5)
-    hint = f"; did you mean {short[near[0]]}?" if near else ""
+    near = nearest(wanted, short)
+    hint = f"; did you mean {short[near]}?" if near else ""
     raise ConfigError(f"{what} {shown(name)} does not exist{hint} (there are {', '.join(names)})")
 
 

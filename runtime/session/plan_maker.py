@@ -3,15 +3,16 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 
 from teraplan.checker.check_plan import require_valid
+from teraplan.checker.same_step import require_same_program, require_same_step
 from teraplan.config import Config
 from teraplan.errors import InfeasibleBudgetError, PlanMismatchError
-from teraplan.files.plan_file import require_same_fingerprint
 from teraplan.planners import make_plan, planner_named, with_choices_of
 from teraplan.planners.base import Problem
 from teraplan.planners.feasible import require_feasible
@@ -24,7 +25,7 @@ from teraplan.values.graph_table import GraphTable
 from teraplan.values.hardware import Budgets, Hardware, Tier
 from teraplan.values.plan import Plan
 from teraplan.values.recomputed_step import independent
-from teraplan.values.step_trace import Fingerprint, StepTrace, TensorKind
+from teraplan.values.step_trace import StepTrace, TensorKind
 
 log = logging.getLogger(__name__)
 
@@ -69,23 +70,15 @@ class PlanMaker:
             device=self._device.name,
             graphs=planned.graphs if table.graph in planned.graphs else (table.graph,),
         )
-        self._require_same(self.replayed, actual)
+        with self._naming_the_file():
+            require_same_program(self.replayed, actual)
 
-    def _require_same(self, plan: Plan, fingerprint: Fingerprint) -> None:
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
         try:
-            require_same_fingerprint(plan, fingerprint)
+            yield
         except PlanMismatchError as error:
             raise PlanMismatchError(f"{self._config.plan}: {error}") from None
-
-    def _require_same_sizes(self, planned: StepTrace, actual: StepTrace) -> None:
-        """Of tensors that are in both: where a step goes another way, the engine tells."""
-        for there, here in zip(planned.tensors, actual.tensors, strict=False):
-            if there.name == here.name and there.nbytes != here.nbytes:
-                raise PlanMismatchError(
-                    f"{self._config.plan}: {there.name} has {format_nbytes(there.nbytes)} "
-                    f"({there.nbytes} bytes) in the plan and {format_nbytes(here.nbytes)} "
-                    f"({here.nbytes} bytes) here; plan again"
-                )
 
     def may_recompute(self, *, short: bool) -> bool:
         """True if a plan may compute activations again; `short`: memory does not suffice."""
@@ -103,9 +96,8 @@ class PlanMaker:
         if case.memory is None:
             return None
         if self.replayed is not None:
-            trace = self._trace(case)
-            self._require_same(self.replayed, trace.fingerprint)
-            self._require_same_sizes(self.replayed.trace, trace)
+            with self._naming_the_file():
+                require_same_step(self.replayed, self._trace(case))
             if self.replayed.recomputed:
                 return self._rehearsed_replay(self.replayed, case)
             return self.replayed

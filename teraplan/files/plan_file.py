@@ -14,13 +14,12 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-from teraplan.errors import PlanMismatchError
 from teraplan.files.json_files import Node, load, require_schema, write_object
 from teraplan.files.trace_file import decode_trace, encode_trace
 from teraplan.values.hardware import Budgets, Hardware, HostCores, Link, Tier
 from teraplan.values.plan import HostUpdate, Migration, Plan, Prediction, Recomputation
 from teraplan.values.recomputed_step import independent
-from teraplan.values.step_trace import Fingerprint, StepTrace
+from teraplan.values.step_trace import StepTrace
 
 SCHEMA = "teraplan.plan"
 # 1 (2026-11): first version.
@@ -107,29 +106,6 @@ def plan_in(root: Node) -> Plan:
     """
     require_schema(root, SCHEMA, READABLE_VERSIONS)
     return decode_plan(root.only(("schema", "schema_version", *PLAN_FIELDS)))
-
-
-def require_same_fingerprint(plan: Plan, fingerprint: Fingerprint) -> None:
-    """Does nothing if `plan` was made for the program that `fingerprint` describes.
-
-    Raises:
-        PlanMismatchError: names the first field that differs, and both values.
-    """
-    planned = plan.trace.fingerprint
-    for field in fields(Fingerprint):
-        wanted, found = getattr(planned, field.name), getattr(fingerprint, field.name)
-        if wanted != found and wanted is not None:
-            sizes = " (or sizes follow from values, which differ)" * (field.name == "shapes")
-            raise PlanMismatchError(
-                f"the plan is for another program{sizes}: {field.name} is {_short(wanted)} in the "
-                f"plan and {_short(found)} here; plan again (teraplan measures and plans by itself "
-                "when no plan file is given)"
-            )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def encode_plan(plan: Plan) -> dict[str, object]:

@@ -5,13 +5,13 @@ them, which the cost model (`costs`) and the measured links below stand for. A f
 "assumed" has no source, and a machine that matters should be measured with `teraplan probe`.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from teraplan.errors import ConfigError
 from teraplan.files.json_files import MAX_INT
+from teraplan.near_names import nearest
 from teraplan.units import format_nbytes, parse_nbytes
 from teraplan.values.hardware import Hardware, HostCores, Link
 
@@ -196,8 +196,8 @@ def machine_named(spec: str) -> Machine:
             f"name: {', '.join(DEVICES)}"
         )
     if device is None:
-        near = difflib.get_close_matches(name, DEVICES, n=1, cutoff=0.5)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
+        near = nearest(name, DEVICES)
+        hint = f'did you mean "{near}"? ' if near else ""
         raise ConfigError(
             f'machine "{name}" is not one of {", ".join(DEVICES)}; {hint}'
             "Commands that take a file of hardware, too, know it by .json at the end of its path"

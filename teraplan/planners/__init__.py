@@ -1,6 +1,5 @@
 """Planners by name, and the one way to get a plan from them."""
 
-import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from teraplan.bounds.bound import split_bound_ns, step_bound_ns
 from teraplan.bounds.relaxation import relaxed_bound_ns
 from teraplan.checker.check_plan import broken_rules, check_plan, invalid, require_valid
 from teraplan.errors import ConfigError, InfeasibleBudgetError
+from teraplan.near_names import nearest
 from teraplan.planners.base import Planner, Problem, is_late
 from teraplan.planners.baselines.simple import SIMPLE
 from teraplan.planners.baselines.teraio import PUBLISHED
@@ -289,6 +289,6 @@ def planner_named(policy: str) -> Planner:
     if policy in others:
         return load_planner(others[policy])
     names = sorted({*POLICIES, *others})
-    near = difflib.get_close_matches(policy, names, n=1, cutoff=0.5)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
+    near = nearest(policy, names)
+    hint = f'; did you mean "{near}"?' if near else ""
     raise ConfigError(f'policy "{policy}" is not one of {", ".join(names)}{hint}')
