@@ -23,7 +23,10 @@ from teraplan.option_sources import check_name, expanded, shown, sources
 from teraplan.units import format_nbytes, parse_nbytes
 
 _PERCENT = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*%\s*")
-_BUDGET_FORMS = '"2GiB", "500 MB", a whole number of bytes, or a percentage such as "60%"'
+_BUDGET_FORMS = (
+    '"2GiB", "500 MB" (units up to TiB and TB), a whole number of bytes, or a percentage such as '
+    '"60%"'
+)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _WORDS = {word: True for word in _TRUE} | {word: False for word in _FALSE}
 

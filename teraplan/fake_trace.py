@@ -21,11 +21,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from teraplan.errors import ConfigError, TeraplanError, UnsupportedError
+from teraplan.files.json_files import printable
 from teraplan.library.builder import StepBuilder, Work
 from teraplan.library.costs import Roofline
 from teraplan.library.machines import Machine
 from teraplan.values.step_trace import UPDATE_GRAPH, StepTrace, TensorKind
 
+_REMEDY = (
+    "; what needs values, such as .item() or rows that a router picks, or has a kernel for one "
+    "device alone, has no trace without them: train for some steps with the option report, which "
+    "writes the trace that was measured"
+)
 Factory = Callable[[], tuple[torch.nn.Module, Sequence[Any] | dict[str, Any]]]
 
 
@@ -39,7 +45,7 @@ def load_factory(name: str) -> Factory:
     try:
         found: Factory = getattr(importlib.import_module(module_name), function)
     except (Exception, SystemExit) as error:
-        told = f"{type(error).__name__}: {error}"
+        told = printable(f"{type(error).__name__}: {error}")
         raise ConfigError(f'--model "{name}": {told}; write MODULE:FUNCTION') from error
     if not callable(found):
         raise ConfigError(f'--model "{name}": {found!r} is no function; write MODULE:FUNCTION')
@@ -73,13 +79,13 @@ def trace_of_module(factory: Factory, machine: Machine) -> StepTrace:
         raise
     except (Exception, SystemExit):  # noqa: BLE001  such as values that the factory reads, or `module.to(dtype)`
         without_memory = torch.device("meta")
-        with _telling("the factory cannot run without memory for tensors"), without_memory:
+        with _telling("the factory fails", ""), without_memory:
             made = factory()
     module, inputs = _checked(made)
     with without_memory:
         recorder = _Recorder(module, machine)
         optimizer = torch.optim.AdamW(module.parameters(), foreach=False, fused=False)
-        with _telling("the model cannot run without memory for tensors"), recorder:
+        with _telling("the model cannot run without memory for tensors", _REMEDY), recorder:
             recorder.graph = "forward"
             made = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
             outputs = [leaf for leaf in tree_leaves(made) if _trains(leaf)]
@@ -114,14 +120,15 @@ def _checked(made: object) -> tuple[torch.nn.Module, Sequence[Any] | dict[str, A
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _telling(what: str, remedy: str) -> Iterator[None]:
     """Turn whatever fails within this into one UnsupportedError."""
     try:
         yield
     except TeraplanError:
         raise
     except (Exception, SystemExit) as error:
-        raise UnsupportedError(f"{what}: {type(error).__name__}: {error}") from error
+        told = printable(f"{type(error).__name__}: {error}")
+        raise UnsupportedError(f"{what}: {told}{remedy}") from error
 
 
 def _sum(output: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ from teraplan.cli import (
     trace,
 )
 from teraplan.cli.command import BAD_INPUT, Command, say
-from teraplan.errors import ConfigError, TeraplanError
+from teraplan.cli.output_file import require_outputs
+from teraplan.errors import TeraplanError
 
 COMMANDS: tuple[Command, ...] = (
     doctor.COMMAND,
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parsed(arguments)
         command: Command = options.command
         name = f"teraplan {command.name}"
-        _require_other_output(options)
+        require_outputs(options)
         return command.run(options)
     except TeraplanError as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -99,20 +100,3 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         return make_parser().parse_args(arguments)
     finally:
         say("", end="")  # the rest of a help text, which ends the process
-
-
-def _require_other_output(options: argparse.Namespace) -> None:
-    """Does nothing if the file to be written is none of those that are read.
-
-    Raises:
-        ConfigError: it is, and would be lost.
-    """
-    output: Path | None = getattr(options, "output", None)
-    if output is None or not output.exists():
-        return
-    for name, value in vars(options).items():
-        for one in value if isinstance(value, list) else [value]:
-            if name == "output" or not isinstance(one, Path | str) or not os.path.exists(one):
-                continue
-            if os.path.samefile(one, output):
-                raise ConfigError(f"{output} is read, and would be lost; give another -o")

@@ -20,9 +20,9 @@ _MAX_SITES = 1 << 22
 
 _NUMBERS = (
     ("batch", 1, "sequences of a micro-batch"),
-    ("length", 2048, "tokens of a sequence"),
+    ("length", 2048, "tokens of a sequence; of a U-Net's images, pixels of a side"),
     ("micro-batches", 1, "micro-batches of a step"),
-    ("stages", 1, "pipeline stages; the first is built"),
+    ("stages", 1, "pipeline stages; the first is built, of layers / stages, rounded down"),
 )
 """Numbers of a workload: name, default, meaning."""
 

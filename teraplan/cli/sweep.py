@@ -19,7 +19,7 @@ from teraplan.cli.planning import (
 )
 from teraplan.errors import ConfigError, InfeasibleBudgetError
 from teraplan.files.trace_file import read_trace
-from teraplan.library.machines import machine_named
+from teraplan.library.machines import MAX_SSDS, machine_named
 from teraplan.planners import make_plan
 from teraplan.report.table import aligned
 from teraplan.units import format_nbytes, format_ns
@@ -97,6 +97,8 @@ def _cells(trace: StepTrace, options: argparse.Namespace) -> list[Cell]:
         ssds = sorted(int(text) for text in listed(options.ssds))
     except ValueError as error:
         raise ConfigError(f"--ssds: {options.ssds!r} is no list of numbers") from error
+    if ssds and not 0 <= ssds[0] <= ssds[-1] <= MAX_SSDS:
+        raise ConfigError(f"--ssds: machines of the library have 0 to {MAX_SSDS} of them")
     for name in ("ssds", "device_budgets", "host_budgets"):
         if not listed(getattr(options, name)):
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all."""
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -23,10 +24,7 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     there = path.stat().st_mode if path.exists() else None
     special = there is not None and not stat.S_ISREG(there)
     target = path if special else Path(os.path.realpath(path))  # a pipe's name leads nowhere
-    directory = None if special else target.parent
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=directory)
-    os.close(handle)
-    part = Path(name)
+    part = _part(path, None if special else target.parent)
     try:
         yield part
         if special:
@@ -40,3 +38,22 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             part.unlink()
+
+
+def require_place(path: Path) -> None:
+    """Does nothing if a file can be written there; nothing is left, and what is there stays.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not path.exists() or path.is_file():
+        _part(path, Path(os.path.realpath(path)).parent).unlink()
+
+
+def _part(path: Path, directory: Path | None) -> Path:
+    """A new empty file beside `path`, or where such files go."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=directory)
+    os.close(handle)
+    return Path(name)

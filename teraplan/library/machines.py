@@ -5,6 +5,7 @@ them, which the cost model (`costs`) and the measured links below stand for. A f
 "assumed" has no source, and a machine that matters should be measured with `teraplan probe`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -204,8 +205,11 @@ def machine_named(spec: str) -> Machine:
         )
     num_ssds, host_bytes = 4, 480 * GB if name == "gh200" else 512 * GB
     staging_bytes, cores = 0, None
+    times = Counter(option.partition("=")[0] for option in options)
     for option in options:
         key, _, value = option.partition("=")
+        if times[key] > 1:
+            raise ConfigError(f'machine "{spec}": {key} is there {times[key]} times; give it once')
         if key == "ssd" and value in _SSD_COUNTS:
             num_ssds = int(value)
         elif key == "host":

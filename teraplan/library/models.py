@@ -107,6 +107,11 @@ def _forward(workload: Workload) -> Forward:
     batch = Batch(sequences=workload.batch, length=workload.length)
     if workload.stages > 1 and not isinstance(model, Transformer):
         raise ConfigError(f"{workload.model} cannot be cut into stages; leave stages at 1")
+    if isinstance(model, Transformer) and workload.stages > model.layers:
+        raise ConfigError(
+            f"{workload.model} has {model.layers} layers, which {workload.stages} stages cannot "
+            f"share; ask for at most {model.layers}"
+        )
     if isinstance(model, EncoderDecoder):
         return encoder_decoder(model, batch)
     if isinstance(model, UNet):

@@ -131,7 +131,7 @@ class Problem:
     def rooms(self) -> str:
         """The room in the other tiers in words."""
         rooms = [f"{format_nbytes(n)} in {tier}" for tier, n in self.tier_bytes.items()]
-        return " and ".join(rooms) if rooms else "no other tier (the hardware has no link)"
+        return " and ".join(rooms) or "nothing, since the hardware has no link to another tier"
 
     def links_ns(self, migrations: Sequence[Migration]) -> int:
         """How long links are busy with these, each copy alone on its link."""

@@ -102,11 +102,13 @@ def require_feasible(
             least_budget_bytes=named,
         )
     need, site = peak(problem.device) - limit, int(problem.device.argmax())
+    more = f"Give host memory or storage {format_nbytes(need - problem.room_bytes())} more"
+    if not problem.tier_bytes:
+        more = "Name a machine with host memory or storage"
     raise InfeasibleBudgetError(
         f"{format_nbytes(need)} must be elsewhere at site {site} to keep the device budget of "
         f"{format_nbytes(limit)}, but there is room for {problem.rooms()}. "
-        f"Give host memory or storage {format_nbytes(need - problem.room_bytes())} more, or raise "
-        f"the device budget to {sized}",
+        f"{more}, or raise the device budget to {sized}",
         least_budget_bytes=named,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from teraplan.errors import ConfigError, TeraplanError
-from teraplan.files.json_files import printable
+from teraplan.files.json_files import MAX_TEXT, printable
 from teraplan.planners.base import Planner, Problem
 from teraplan.values.hardware import Tier
 from teraplan.values.plan import Migration
@@ -83,6 +83,8 @@ def _flag(value: object) -> bool:
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{_kind(value)}, expected a string")
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"{len(value)} characters, at most {MAX_TEXT}")
     return value
 
 

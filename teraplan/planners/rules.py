@@ -52,7 +52,7 @@ def apply_rules(trace: StepTrace, rules: Mapping[str, Tier]) -> Ruled:
         if not matched:
             raise ConfigError(
                 f'rule "{printable(pattern)}" matches no tensor and no layer; '
-                "`teraplan show` lists both"
+                "`teraplan show` lists those of a plan, and a trace file names them"
             )
         tiers.update(dict.fromkeys(matched, tier))
     num_sites = len(trace.sites)

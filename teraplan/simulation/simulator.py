@@ -160,7 +160,10 @@ class Simulator:
             if m.tier not in self.links or (m.host_bytes and Tier.HOST not in self.links):
                 tier = Tier.HOST if m.tier in self.links else m.tier
                 name = self.trace.tensors[m.tensor_id].name
-                raise ConfigError(f"{name} moves to {tier}, but the hardware has no such link")
+                raise ConfigError(
+                    f"{name} moves to {tier}, but the hardware has no link to it: name one that "
+                    "has, or plan for this one"
+                )
         return _Run(self, migrations)
 
 

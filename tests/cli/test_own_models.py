@@ -60,7 +60,7 @@ def test_a_factory_may_look_at_what_it_makes(tmp_path: Path) -> None:
     [
         ("double", "multiplies matrices in float64, and the machine has no speed for that"),
         ("data_dependent", "the model cannot run without memory for tensors: DataDependent"),
-        ("fails", "the factory cannot run without memory for tensors: KeyError: 'a bug"),
+        ("fails", "the factory fails: KeyError: 'a bug"),
         ("no_module", "the factory must return a module and a tuple or dict of its inputs"),
         ("no_gradient", "no output of the module depends on a parameter"),
         ("no_function", "3 is no function; write MODULE:FUNCTION"),
@@ -81,7 +81,7 @@ def test_what_cannot_be_traced_says_why(
         ("def build(:", "SyntaxError"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("import sys; sys.exit('not today')", "SystemExit: not today"),
-        ("import sys\ndef build(): sys.exit(3)", "memory for tensors: SystemExit: 3"),
+        ("import sys\ndef build(): sys.exit(3)", "the factory fails: SystemExit: 3"),
     ],
 )
 def test_modules_and_factories_that_fail_are_named(

@@ -17,7 +17,7 @@ from teraplan.library.machines import machine_named
 from teraplan.library.models import Workload
 from teraplan.simulation.memory_curve import device_curve, peak
 from teraplan.units import MIB
-from tests.cli.example_files import Captured, loaded
+from tests.cli.example_files import Captured, assert_one_line, loaded
 from tests.planning.synthetic import gpt_trace
 
 UNET = ["--library", "unet", "--batch", "8", "--length", "256"]
@@ -345,3 +345,39 @@ def test_more_ssds_behind_one_port_are_hardly_slower(capsys: Captured) -> None:
     assert main(["sweep", *arguments, "--host-budgets", "32GiB", "--ssds", "2,4", "--json"]) == 0
     two, four = (cell["step_ns"] for cell in loaded(capsys)["cells"])
     assert four < 1.005 * two
+
+
+def test_more_stages_than_layers_are_2(tmp_path: Path, capsys: Captured) -> None:
+    arguments = ["trace", "--library", "llama3-8b", "--hardware", "h200"]
+    assert main([*arguments, "--stages", "33", "-o", str(tmp_path / "t.json")]) == 2
+    assert_one_line(capsys, "llama3-8b has 32 layers, which 33 stages cannot share; ask for at m")
+
+
+def test_a_machine_that_says_a_thing_twice_is_2(
+    trace: str, tmp_path: Path, capsys: Captured
+) -> None:
+    arguments = [
+        "plan",
+        trace,
+        "--hardware",
+        "h100-nvl:ssd=2:ssd=4",
+        "-o",
+        str(tmp_path / "p.json"),
+    ]
+    assert main(arguments) == 2
+    assert_one_line(capsys, "ssd is there 2 times; give it once")
+
+
+def test_without_any_link_the_remedy_is_one(trace: str, tmp_path: Path, capsys: Captured) -> None:
+    arguments = ["plan", trace, "--hardware", "h200:ssd=0:host=0", "-o", str(tmp_path / "p.json")]
+    assert main([*arguments, "--device-budget", "95%"]) == 1
+    shown = capsys.readouterr().out
+    assert "there is room for nothing, since the hardware has no link to another tier" in shown
+    assert "Name a machine with host memory or storage, or raise the device budget to" in shown
+
+
+def test_a_time_limit_that_is_no_number_is_2(trace: str, capsys: Captured) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", trace, "--hardware", "h200", "-o", "p.json", "--time-limit", "soon"])
+    assert stopped.value.code == 2
+    assert "soon is no number of seconds above 0" in capsys.readouterr().err

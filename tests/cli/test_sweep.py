@@ -72,10 +72,20 @@ def test_a_sweep_keeps_what_the_machine_says(trace: str, capsys: Captured) -> No
         (["TRACE", "--hardware", "h200:host=1GB"], "and use --host-budgets"),
         (["TRACE", "--hardware", "h.json"], '"h.json" is a file, and here one of'),
         (["TRACE", "--hardware", "h200", "--ssds", "few"], "'few' is no list of numbers"),
-        (["TRACE", "--hardware", "h200", "--ssds", "1,13"], "write ssd=N with N from 0 to 12"),
+        (
+            ["TRACE", "--hardware", "h200", "--ssds", "1,13"],
+            "--ssds: machines of the library have 0 to 12",
+        ),
         (["TRACE", "--hardware", "h200", "--device-budgets", ","], "--device-budgets: is empty"),
         (["TRACE", "--hardware", "h200", "--host-budgets", "1,0.5"], "budget '0.5': expected"),
         (["TRACE", "--hardware", "h200", "--png", "x.txt"], "x.txt: the picture is written as .p"),
+        (["TRACE", "--hardware", "h200", "--csv", "TRACE"], "is read, and would be lost; give an"),
+        (["TRACE", "--hardware", "h200", "--png", "/no/x.png"], "/no/x.png: cannot be written: No"),
+        (["TRACE", "--hardware", "h200", "--csv", "."], ".: cannot be written: Is a directory"),
+        (
+            ["TRACE", "--hardware", "h200", "--csv", "NEW.png", "--png", "NEW.png"],
+            "NEW.png is the file of both --csv and --png; give two",
+        ),
     ],
 )
 def test_wrong_sweeps_are_2_before_anything_is_planned(
@@ -86,9 +96,11 @@ def test_wrong_sweeps_are_2_before_anything_is_planned(
     capsys: Captured,
 ) -> None:
     monkeypatch.delattr(sweep, "make_plan")
+    before = Path(trace).read_bytes()
     filled = [trace if argument == "TRACE" else argument for argument in arguments]
     assert main(["sweep", *filled]) == 2
     assert message in capsys.readouterr().err
+    assert Path(trace).read_bytes() == before
 
 
 def test_curves_that_lie_on_one_another_are_drawn_once() -> None:

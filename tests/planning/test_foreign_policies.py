@@ -114,6 +114,10 @@ def unnamed(problem: Problem) -> tuple[Migration, ...]:
     return changed(problem, reason=3)
 
 
+def wordy(problem: Problem) -> tuple[Migration, ...]:
+    return changed(problem, reason="so " * 50_000)
+
+
 def fails(problem: Problem) -> tuple[Migration, ...]:
     raise ZeroDivisionError("two\nlines")
 
@@ -149,6 +153,7 @@ number = 5
             "unnamed",
             "returned a migration whose reason is wrong: TypeError: something of type int",
         ),
+        ("wordy", "returned a migration whose reason is wrong: ValueError: 150000 characters, at"),
         ("fails", r"failed: ZeroDivisionError: two\\nlines; correct it"),
         ("exits", "failed: SystemExit: 0; correct it"),
         ("fails_later", "failed: KeyError: 'late'"),
