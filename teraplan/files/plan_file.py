@@ -278,6 +278,14 @@ def decode_tier(node: Node) -> Tier:
     return Tier(node.text())
 
 
+def _decode_other_tier(node: Node) -> Tier:
+    tiers = [tier for tier in Tier if tier is not Tier.DEVICE]
+    if node.text() not in {tier.value for tier in tiers}:
+        stays = "; without a migration a tensor stays" if node.text() == Tier.DEVICE else ""
+        raise node.fail(f'"{node.text()}" is not one of {", ".join(tiers)}{stays}')
+    return Tier(node.text())
+
+
 def _decode_tensor(node: Node, ids: dict[str, int]) -> int:
     if node.text() not in ids:
         raise node.fail(f'"{node.text()}" is no tensor of the trace in this file')
@@ -299,7 +307,7 @@ def _decode_host_bytes(node: Node, tier: Tier, nbytes: int) -> int:
 
 def _decode_migration(node: Node, trace: StepTrace, ids: dict[str, int], limit: int) -> Migration:
     node.only(_MIGRATION_FIELDS)
-    tensor_id, tier = _decode_tensor(node.get("tensor"), ids), decode_tier(node.get("tier"))
+    tensor_id, tier = _decode_tensor(node.get("tensor"), ids), _decode_other_tier(node.get("tier"))
     return Migration(
         tensor_id=tensor_id,
         leave=node.get("leave").integer(limit),

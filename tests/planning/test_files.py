@@ -271,6 +271,21 @@ def test_a_split_comes_back_as_it_was_written(plan_path: Path) -> None:
     assert read_plan(plan_path) == plan
 
 
+@pytest.mark.parametrize(
+    ("tier", "message"),
+    [
+        ("cpu", r'tier: "cpu" is not one of host, storage$'),
+        ("device", r'tier: "device" is not one of host, storage; without a migration a tensor st'),
+    ],
+)
+def test_a_migration_goes_to_another_tier(plan_path: Path, tier: str, message: str) -> None:
+    data = json.loads(plan_path.read_text())
+    data["migrations"][0] |= {"tier": tier}
+    plan_path.write_text(json.dumps(data))
+    with pytest.raises(FileFormatError, match=message):
+        read_plan(plan_path)
+
+
 def test_refuses_a_split_of_what_goes_to_the_host(plan_path: Path) -> None:
     data = json.loads(plan_path.read_text())
     data["migrations"][0] |= {"tier": "host", "host_bytes": 4096}

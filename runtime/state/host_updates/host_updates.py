@@ -322,6 +322,7 @@ class HostUpdates:
         if state is None:
             yield
             return
+        state.arena.user_may_have_run()
         with state.using(tensors, writes=writes):
             yield
 

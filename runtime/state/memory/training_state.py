@@ -136,6 +136,7 @@ class TrainingState:
         """
         if like.layout != torch.strided or not MIN_SLOT_BYTES <= like.nbytes == span_nbytes(like):
             return None
+        self.arena.user_may_have_run()
         sort = TensorKind.PARAMETER, not like.requires_grad
         with self._place(like, sort, "parameter") as made:
             return made
@@ -231,6 +232,7 @@ class TrainingState:
             follows: there is a plan.
             host_bytes: the most host memory that it takes.
         """
+        self.arena.user_may_have_run()
         self._follows_plan = follows
         self._memory.planned_host_bytes = host_bytes
         self.arena.make_room = self.make_room if follows else None
@@ -241,6 +243,7 @@ class TrainingState:
     def set_limit(self, limit_bytes: int) -> None:
         """Change what it takes while no plan says anything else."""
         self.limit_bytes = limit_bytes
+        self.arena.user_may_have_run()
         if not self._follows_plan:
             self.arena.keep_to(limit_bytes)
 
@@ -375,6 +378,7 @@ class TrainingState:
 
     def tidy(self) -> None:
         """Forget what has ended, and take out of memory what user code has touched of the rest."""
+        self.arena.user_may_have_run()
         self.arena.keep_to(self.arena.limit_bytes)
         self._memory.tidy()
 

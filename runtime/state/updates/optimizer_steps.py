@@ -114,6 +114,7 @@ class OptimizerSteps:
     def close(self) -> None:
         """Leave all optimizers alone from now on."""
         self._state.at_gradients = None
+        self._state.arena.user_may_have_run()
         for optimizer in list(self._steps):
             self._end(optimizer)
         self._hook.remove()
@@ -123,6 +124,7 @@ class OptimizerSteps:
 
     def take_in(self, optimizer: Optimizer) -> None:
         """Take the state that the optimizer has now, and its parameters if it is attached."""
+        self._state.arena.user_may_have_run()
         if not self._is_to_run(optimizer):
             return
         if self._state.arena.memory.hides and optimizer not in self._handles:
