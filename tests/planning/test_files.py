@@ -102,7 +102,7 @@ CHANGES: list[tuple[str, object, str]] = [
     ("budgets/device_bytes", True, "budgets.device_bytes: is true, expected an integer"),
     ("budgets/device_bytes", "1", 'budgets.device_bytes: is "1", expected an integer'),
     ("migrations/0/tensor", "nobody", r'migrations\[0\].tensor: "nobody" is no tensor'),
-    ("migrations/0/tier", "disk", r'migrations\[0\].tier: "disk" is not one of device, host'),
+    ("migrations/0/tier", "disk", r'migrations\[0\].tier: "disk" is not one of host, storage'),
     ("migrations/0/host_bytes", -1, r"migrations\[0\].host_bytes: is -1, expected 0 to \d+"),
     ("migrations/0/host_bytes", 1 << 40, r"migrations\[0\].host_bytes: is .*, expected 0 to \d+"),
     ("migrations/0/host_bytes", "1", r'migrations\[0\].host_bytes: is "1", expected an integer'),
