@@ -205,6 +205,7 @@ class GraphForecast:
         given: str = "",
         beside_bytes: int | None = None,
         count_staying: Callable[[], int | None] | None = None,
+        has_run: bool = False,
     ) -> None:
         """Raise InfeasibleBudgetError if the budget is less than what the graphs predict.
 
@@ -218,6 +219,7 @@ class GraphForecast:
                 will run, forward and backward.
             count_staying: gives the whole of the training state that moves, if it stays where it
                 fits, else None.
+            has_run: all graphs of a forward have.
         """
         beside = self._beside_bytes if beside_bytes is None else beside_bytes
         needed = self._hopeless_bytes(beside) if certainly else self._least_beside(beside)
@@ -237,7 +239,7 @@ class GraphForecast:
         staying_bytes = count_staying() if count_staying is not None else None
         if self._is_exact and not self._state_moves:
             staying_bytes = 0
-        if staying_bytes is not None and self._know_all_graphs:
+        if staying_bytes is not None and self.knows_all_graphs:
             beside = self.unlimited_peak_bytes - self.lasting_bytes
             unmoved = _with_margin(self._with_spare(beside) + staying_bytes)
             if budget_bytes + moving_bytes < unmoved < named:
@@ -245,7 +247,9 @@ class GraphForecast:
         what, enough = "an update needs beside them", "holds them"
         if self._tables:
             what, enough = "the graphs have at once beside them", "they predict to be enough"
-        others = "" if self._know_all_graphs else "; graphs still to run may need more"
+        others = "; graphs still to run may need more"
+        if has_run or self.knows_all_graphs:
+            others = ""
         raise InfeasibleBudgetError(
             f"device_budget is {given}{format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but what stays (parameters, gradients, optimizer "
@@ -257,7 +261,7 @@ class GraphForecast:
         )
 
     @property
-    def _know_all_graphs(self) -> bool:
+    def knows_all_graphs(self) -> bool:
         """True if the graphs make the gradients of nearly all that is trained."""
         made = sum(table.backward.gradients_bytes for table in self._tables.values())
         return made >= (1 - _UNTOLD_FRACTION) * census.trained_nbytes(self._device.type)
@@ -271,7 +275,7 @@ class GraphForecast:
         if not table.is_rehearsed or table.sizes_vary:
             return False
         if self._is_whole is None:  # to see that takes a tenth of a second
-            self._is_whole = self._know_all_graphs
+            self._is_whole = self.knows_all_graphs
         return self._is_whole
 
     def _named_bytes(self, moving_bytes: int, *, certainly: bool) -> int:

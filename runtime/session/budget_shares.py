@@ -4,7 +4,12 @@ Before there is a plan each has a fixed share: first by what the graphs predict,
 measured. A plan divides the budget anew at each site.
 """
 
+import copy
 import gc
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from teraplan.config import Config
 from teraplan.errors import InfeasibleBudgetError
@@ -14,6 +19,7 @@ from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import HEADROOM_FRACTION
 from teraplan.runtime.state.host_updates.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
+from teraplan.units import format_nbytes
 from teraplan.values.graph_table import GraphTable
 
 _HEADROOM_BYTES = 8 << 20
@@ -39,13 +45,16 @@ class BudgetShares:
         """What of the budget is not the moving training state's, in steps without a plan."""
         self._least_bytes: int
         """What that state was known to need at once when the budget was divided last."""
+        self._certainly = self._waits = False
+        """The last refusal's `certainly`; it waits for the backward, when all graphs are known."""
+        self._refused: InfeasibleBudgetError | None = None
         self.start_anew()
 
     def start_anew(self) -> None:
         """Forget what the graphs have said, and what was measured."""
         self.forecast = GraphForecast(self._device)
-        self._divided = self._divided_by_measurement = False
-        self._least_bytes = 0
+        self._divided = self._divided_by_measurement = self._waits = False
+        self._least_bytes, self._refused = 0, None
 
     @property
     def lacks_state(self) -> bool:
@@ -56,6 +65,8 @@ class BudgetShares:
         """The device budget in force."""
         if case is not None and case.schedule is not None:
             return case.schedule.plan.budgets.device_bytes
+        if case is not None and case.budgets is not None:  # the step has been measured
+            return case.budgets.device_bytes
         if self._given is None or (self._given.percent is not None and self.forecast.says_nothing):
             return self._device.capacity_bytes()
         return self._given.resolve(self.forecast.unlimited_peak_bytes + self._keeper.step_bytes)
@@ -94,15 +105,35 @@ class BudgetShares:
             self._host_updates.expect(self.forecast.least_bytes - self.budget_bytes(case))
             self._refresh(case)
         is_new, self._divided = not self._divided, True
+        divide = partial(self._divide, case, is_new=is_new, may_start=may_start)
+        with self._when_all_is_known(case, may_wait=not may_start):
+            try:
+                divide()
+            except InfeasibleBudgetError:
+                if not gc.collect() and is_counted:
+                    raise
+            else:
+                return
+            self._refresh(case)  # models that are gone were still there, or had been counted
+            divide()
+
+    @contextmanager
+    def _when_all_is_known(self, case: Case, *, may_wait: bool) -> Iterator[None]:
+        """A refusal within this waits for the first backward if graphs still to run may need more.
+
+        Else it would name a budget that is refused, too, as soon as they run. Until then what can
+        leave the device does; if it has no memory for the rest of the forward, nothing waits.
+        """
         try:
-            self._divide(case, is_new=is_new, may_start=may_start)
+            yield
         except InfeasibleBudgetError:
-            if not gc.collect() and is_counted:
+            trains = any(table.backward.gradients_bytes for table in case.tables.values())
+            is_first = case.is_first and case.memory is None
+            if not (may_wait and is_first and trains) or self.forecast.knows_all_graphs:
                 raise
-        else:
-            return
-        self._refresh(case)  # models that are gone were still there, or had been counted
-        self._divide(case, is_new=is_new, may_start=may_start)
+            if self.forecast.least_bytes + self._keeper.limit_bytes > self._device.capacity_bytes():
+                raise
+            self._waits = True
 
     def _divide(self, case: Case, *, is_new: bool, may_start: bool) -> None:
         self._budget_bytes = budget = self.budget_bytes(case)
@@ -153,7 +184,13 @@ class BudgetShares:
         if not self._may_move_instead(case):
             trains = self._trains_more or (case.is_first and case.memory is None)
             beside_bytes = None if trains else table.forward.least_bytes
-            self._refuse(case, certainly=True, beside_bytes=beside_bytes)
+            with self._when_all_is_known(case, may_wait=trains):
+                self._refuse(case, certainly=True, beside_bytes=beside_bytes)
+
+    @property
+    def has_refused(self) -> bool:
+        """True if the step cannot go on since a backward was refused that had to wait for that."""
+        return self._refused is not None
 
     def meet_backward(self, case: Case, table: GraphTable) -> None:
         """A backward is about to run: the step, which may have been an evaluation, is none.
@@ -161,18 +198,24 @@ class BudgetShares:
         Raises:
             InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
         """
-        was_refused = case.is_first and case.memory is None  # if it has to be
+        if self._refused is not None:
+            raise copy.copy(self._refused)
+        was_refused = case.is_first and case.memory is None and not self._waits  # if it has to be
         if self._given is None or was_refused or case.knows(table):
             return
         if self._may_move_instead(case):
             return
-        beside_bytes = self.forecast.beside_backward_bytes(table)
+        beside_bytes = None if self._waits else self.forecast.beside_backward_bytes(table)
+        certainly = self._certainly if self._waits else True
         try:
-            self._refuse(case, certainly=True, beside_bytes=beside_bytes)
+            self._refuse(case, certainly=certainly, beside_bytes=beside_bytes, has_run=self._waits)
         except InfeasibleBudgetError as error:
-            self.explain(error, "")
+            self.explain(error, "", case)
             case.tables.pop(table.graph, None)
+            if self._waits:
+                self._refused = copy.copy(error)
             raise
+        self._waits = False
 
     def _may_move_instead(self, case: Case) -> bool:
         """True if the next step can begin to move the training state: one goes over before.
@@ -191,6 +234,7 @@ class BudgetShares:
         *,
         certainly: bool,
         beside_bytes: int | None = None,
+        has_run: bool = False,
     ) -> None:
         """Raise InfeasibleBudgetError if the budget is too small, as far as can be known.
 
@@ -198,8 +242,10 @@ class BudgetShares:
             case: the step's kind.
             certainly: only if measuring would show the same.
             beside_bytes: what the graphs that run for certain take; None: all of the step's do.
+            has_run: all of its forward has.
         """
         assert self._given is not None
+        self._certainly = certainly
         moving, rest, given = self._keeper.limit_bytes, self.rest_bytes, ""
         if self._given.percent is not None and case.memory is None:
             if self.forecast.has_sizes_of_values:
@@ -215,10 +261,19 @@ class BudgetShares:
             given=given,
             beside_bytes=beside_bytes,
             count_staying=self._keeper.count_staying,
+            has_run=has_run,
         )
 
-    def explain(self, error: InfeasibleBudgetError, fault: str) -> None:
+    def explain(self, error: InfeasibleBudgetError, fault: str, case: Case | None) -> None:
         """Add what else users can do; `fault`: what storage has said before, if anything."""
+        percent = self._given.percent if self._given is not None else None
+        if percent and case is not None and case.budgets is not None:
+            peak_bytes = case.budgets.device_bytes * 100 / percent
+            enough = math.ceil(error.least_budget_bytes * 100 / peak_bytes)
+            error.args = (
+                f"{error}. device_budget is {percent:g} % of what the step takes with nothing "
+                f"moved, {format_nbytes(int(peak_bytes))}: {enough} % is enough",
+            )
         if self._keeper.could_move:
             error.add_note(_STATE_COULD_MOVE)
         if self._keeper.refusal:

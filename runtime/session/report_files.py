@@ -15,6 +15,8 @@ from teraplan.values.plan import Plan
 from teraplan.values.run_record import RunRecord
 from teraplan.values.step_trace import StepTrace
 
+_RUNS_WRITTEN_AT = (1, 3, 10)
+"""Numbers of planned steps after which the run file is written."""
 log = logging.getLogger(__name__)
 
 
@@ -46,9 +48,12 @@ class ReportFiles:
         """Write the plan of a kind of step."""
         self._write("plan", case, functools.partial(write_plan, plan))
 
-    def write_runs(self, case: int, plan: Plan, records: Sequence[RunRecord]) -> None:
-        """Write the planned steps of a kind that have run."""
-        self._write("run", case, lambda path: write_runs(path, plan, records))
+    def write_runs(
+        self, case: int, plan: Plan, records: Sequence[RunRecord], *, num_runs: int
+    ) -> None:
+        """Write the last planned steps of a kind, of which so many have run, now and then."""
+        if num_runs in _RUNS_WRITTEN_AT:
+            self._write("run", case, lambda path: write_runs(path, plan, records))
 
     def _write(self, what: str, case: int, write: Callable[[Path], None]) -> None:
         path = self.path(what, case)

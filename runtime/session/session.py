@@ -58,8 +58,6 @@ from teraplan.values.status import Status
 log = logging.getLogger(__name__)
 
 _OFF_PLAN = "steps go another way than the replayed plan, so they run without it; plan again"
-_RUNS_WRITTEN_AT = (1, 3, 10)
-"""Numbers of planned steps after which the run file is written."""
 
 
 class Session:
@@ -171,6 +169,8 @@ class Session:
         self.last_used_ns = time.perf_counter_ns()
         if self._error is not None:
             raise copy.copy(self._error)
+        if self._shares.has_refused:  # the step before, in its backward
+            self._start_anew()
         try:
             is_new = table.graph not in self.tables
             if is_new:
@@ -186,7 +186,7 @@ class Session:
         except InfeasibleBudgetError as error:
             if self._may_start:
                 raise StateHasToMoveError from None
-            self._shares.explain(error, self._fault)
+            self._shares.explain(error, self._fault, self.active)
             if self.active is not None:
                 self.active.tables.pop(table.graph, None)
             if all(case.last is None for case in self.cases.values()):  # nothing is measured yet
@@ -292,8 +292,7 @@ class Session:
             return
         plan, step = case.schedule.plan, case.schedule.step
         case.add_run(run_record(self.steps - 1, step, recorder, engine, moved, stalls))
-        if case.num_runs in _RUNS_WRITTEN_AT:
-            self.reports.write_runs(case.number, plan, case.runs)
+        self.reports.write_runs(case.number, plan, case.runs, num_runs=case.num_runs)
         peak_bytes, budget_bytes = self.actual_peak_bytes(), plan.budgets.device_bytes
         expected_bytes = min(budget_bytes, plan.prediction.device_peak_bytes)
         now = case.num_plans, self._compiles + self._num_measured

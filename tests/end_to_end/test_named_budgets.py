@@ -1,7 +1,7 @@
 """The budget that a refusal names before the first step, from the graphs alone, is enough."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -100,6 +100,59 @@ def check_named(program: Program, **options: object) -> None:
     assert "which they predict to be enough" in said, "before the first step"
     limited = run(program, device_budget=named, **options)
     assert_same(reference, limited)
+
+
+class Widening(nn.Module):
+    """Three graphs, each of which has twice as much at once as the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 512), nn.Linear(512, 1024)
+        self.third = nn.Linear(1024, 2048)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)).sin()
+        torch._dynamo.graph_break()
+        x = torch.tanh(self.second(x)).sin()
+        torch._dynamo.graph_break()
+        return torch.tanh(self.third(x)).sin().square().mean()
+
+
+def widening(
+    this: Run, batches: Sequence[int] = (1024,) * 10, refused: int = 0, eager: int = 256
+) -> None:
+    """The first `refused` batches are; `eager` is the width of a part that is not compiled."""
+    first, net = nn.Linear(256, eager), Widening()
+    second = nn.Linear(eager, 256)
+    this.compile(net)
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters(), *net.parameters()])
+    random = torch.Generator().manual_seed(1)
+    for number, rows in enumerate(batches):
+        x = second(first(torch.randn(rows, 256, generator=random)))
+        if number < refused:
+            with pytest.raises(InfeasibleBudgetError):
+                net(x).backward()
+            continue
+        loss = net(x)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        this.record(loss, net)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("state", ["stays", "moves"])
+def test_several_graphs_are_all_known_before_a_budget_is_named(state: str) -> None:
+    check_named(widening, training_state=state)
+
+
+@pytest.mark.parametrize("eager", [8, 4096])
+def test_a_smaller_batch_trains_after_the_refusal_of_several_graphs(eager: int) -> None:
+    """With the last graph all are known, or there are parameters that may be of still another."""
+    train = functools.partial(widening, eager=eager)
+    reference = run(functools.partial(train, batches=[64] * 8), device_budget=UNLIMITED)
+    program = functools.partial(train, batches=[8192] * 2 + [64] * 8, refused=2)
+    limited = run(program, device_budget=160 * MIB, training_state="moves")
+    assert len(reference.recorded) == len(limited.recorded) == 8
 
 
 class OneEmbedding(nn.Module):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from teraplan.errors import InfeasibleBudgetError
+from teraplan.runtime.cpu.device import CpuDevice
 from teraplan.runtime.process import pages
 from teraplan.runtime.state.memory.block import Place
 from tests.end_to_end.moving import adamw, budget_beside_others, moving, run_least, states
@@ -357,9 +358,15 @@ def test_a_later_graph_that_needs_far_more_than_there_is_is_refused_before_it_ru
     assert raised.value.least_budget_bytes > budget
 
 
+@pytest.mark.parametrize("short_of_memory", [False, True])
 @pytest.mark.parametrize("depth", [1, 4])
-def test_a_refusal_says_whether_there_are_graphs_that_it_knows_nothing_of(depth: int) -> None:
+def test_a_refusal_says_whether_there_are_graphs_that_it_knows_nothing_of(
+    depth: int, short_of_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the others, if there is memory for the forward."""
+    if short_of_memory:
+        monkeypatch.setattr(CpuDevice, "capacity_bytes", lambda _: 0)
     with pytest.raises(InfeasibleBudgetError, match="they predict to be enough") as raised:
         run(one_by_one(depth), device_budget=budget_beside_others(1), training_state="moves")
     told = "graphs still to run may need more" in str(raised.value)
-    assert told == (depth > 1), raised.value
+    assert told == (short_of_memory and depth > 1), raised.value
