@@ -20,6 +20,7 @@ import torch
 from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from teraplan import ops
 from teraplan.runtime.compiled.generated_code import GeneratedCode, SharedMemory, TensorInput
@@ -28,6 +29,10 @@ from teraplan.runtime.compiled.ledger import Account, Ledger
 _aten = torch.ops.aten
 _MOST_VALUES = 1000
 """So many values of tensors a graph may ask for: a loop might ask for ever."""
+_SAVES_RANDOM_STATE = torch.ops.higher_order.run_and_save_rng_state
+_RUNS_WITH_RANDOM_STATE = torch.ops.higher_order.run_with_rng_state
+_RANDOM_STATE_BYTES = 5056
+"""Of a CPU; a GPU's are fewer."""
 _DILATION, _GROUPS = 6, 9
 """Among the arguments of a convolution's backward."""
 _DIMS_OF_IMAGES = 4
@@ -84,6 +89,8 @@ def rehearse(
 class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One run: whatever PyTorch makes within it is counted."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, saved: dict[int, SavedMemory], *, state_moves: bool, value: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = Ledger()
@@ -106,8 +113,12 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:  # noqa: ANN401
         if func is _aten._local_scalar_dense.default:
             return self._value_of(args[0])
-        result: Any = _of_one(func, args) if func in _OF_VALUES else func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
+        result: Any
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            result = _with_random_state(func, args, kwargs or {})
+        else:
+            result = _of_one(func, args) if func in _OF_VALUES else func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.ledger.take(tensor, self._account)
         if func is _aten.convolution_backward.default:
@@ -257,6 +268,19 @@ def _empty_on(device: str) -> Callable[..., torch.Tensor]:
 def _is_of_torch(value: object) -> bool:
     """A function in Python: kernels are none."""
     return isinstance(value, FunctionType) and value.__module__.split(".")[0] == "torch"
+
+
+def _with_random_state(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """What a checkpoint makes of an operation that may draw random numbers: here it draws none."""
+    if func is _SAVES_RANDOM_STATE:
+        op, *rest = args
+        return torch.empty(_RANDOM_STATE_BYTES, dtype=torch.uint8, device="cpu"), op(
+            *rest, **kwargs
+        )
+    if func is _RUNS_WITH_RANDOM_STATE:
+        _, op, *rest = args
+        return op(*rest, **kwargs)
+    raise LookupError(f"{func} is none that is known here")
 
 
 def _of_one(func: object, args: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -235,6 +235,25 @@ aten.randint.low_out(-9223372036854775808, 9223372036854775807, [1], out=buf6)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_what_a_checkpoint_runs_with_a_random_state_counts(write: Write) -> None:
+    """As it is generated for attention: saved with what was drawn before, and drawn again."""
+    saving = """
+buf6 = torch.ops.higher_order.run_and_save_rng_state(torch.ops.aten.bernoulli.p, primals_1, 0.5)
+buf7 = buf6[0]
+buf8 = buf6[1]
+del buf6
+buf9 = torch.ops.higher_order.run_with_rng_state(buf7, torch.ops.aten.bernoulli.p, primals_1, 0.5)
+del buf7
+"""
+    write(forward_with(saving), f"primals_1 = {SQUARE}")
+    write(BACKWARD, INPUTS)
+    before = torch.get_rng_state()
+    found = with_compiled_memory(table(), TEXT)
+    assert found.is_rehearsed
+    assert both(found.forward) == (5056 + 2 * KIB,) * 2  # the state, and what was drawn twice
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("channels", "groups", "dilation", "copies"),
     [(1, 8, 1, 4), (1, 8, 2, 2), (8, 1, 1, 0), (2, 4, 1, 0)],
