@@ -33,6 +33,7 @@ _SAVED_AT_HAND = 2
 """Saved activations that are on the device where most others have left."""
 _DAY_NS = 86_400 * 10**9
 _WEAR_ATTEMPTS = 5
+_MUCH_MORE = 0.02
 
 
 class PlanMaker:
@@ -55,6 +56,8 @@ class PlanMaker:
         self._reports = reports
         self._chunk_bytes = chunk_bytes
         self._machine: Hardware | None = None
+        self._largest_bytes = 0
+        """The most that a kind of step takes with nothing moved."""
         self.replayed = replayed
         planner_named(config.policy)  # an unknown one is told at once, not after measuring
 
@@ -271,23 +274,39 @@ class PlanMaker:
         return max(0, self._device.state_bytes() - case.memory.state_bytes)
 
     def _budgets(self, case: Case, trace: StepTrace) -> Budgets:
-        """The case's budgets; percentages mean the step as it was first measured."""
+        """The case's budgets; percentages mean the step as it was first measured, or a larger one.
+
+        The device is one, and small steps begin with the memory that a large one has left.
+        """
         if case.budgets is None:
-            unlimited = int(device_curve(trace).max())
-            machine, config = self.machine(), self._config
-            device, host = config.device_budget, config.host_budget
-            case.budgets = Budgets(
-                device_bytes=device.resolve(unlimited)
-                if device is not None
-                else machine.device_capacity_bytes,
-                host_bytes=min(host.resolve(unlimited), machine.host_capacity_bytes)
-                if host is not None
-                else machine.host_capacity_bytes,
-                storage_bytes=machine.storage_capacity_bytes,
-            )
-            if host is not None and host.nbytes is None:
+            self._largest_bytes = max(self._largest_bytes, int(device_curve(trace).max()))
+            case.budgets = self._resolved()
+            if self._config.host_budget is not None and self._config.host_budget.nbytes is None:
                 self._device.limit_host(case.budgets.host_bytes)
         return case.budgets
+
+    def _resolved(self) -> Budgets:
+        machine, config, unlimited = self.machine(), self._config, self._largest_bytes
+        device, host = config.device_budget, config.host_budget
+        return Budgets(
+            device_bytes=device.resolve(unlimited)
+            if device is not None
+            else machine.device_capacity_bytes,
+            host_bytes=min(host.resolve(unlimited), machine.host_capacity_bytes)
+            if host is not None
+            else machine.host_capacity_bytes,
+            storage_bytes=machine.storage_capacity_bytes,
+        )
+
+    def give_more_room(self, case: Case) -> None:
+        """Forget plans under a percentage of less than what a kind met since then takes."""
+        device = self._config.device_budget
+        if case.budgets is None or device is None or device.percent is None:
+            return
+        now_bytes = device.resolve(self._largest_bytes)
+        if now_bytes > case.budgets.device_bytes * (1 + _MUCH_MORE) and self.replayed is None:
+            case.budgets = self._resolved()
+            case.forget_plans()
 
 
 def _recomputed_by(plan: Plan | None, trace: StepTrace) -> bool | Sequence[int]:

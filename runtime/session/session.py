@@ -333,6 +333,7 @@ class Session:
 
     def _plan(self, case: Case) -> None:
         """Follow a plan if the case has been measured and has none."""
+        self.plans.give_more_room(case)
         if case.schedule is not None or self._compiles != self._compiles_seen:
             return
         try:

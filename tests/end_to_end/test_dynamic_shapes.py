@@ -126,6 +126,23 @@ def test_a_plan_for_each_size_used_again(dynamic: bool) -> None:
     assert small.unlimited_peak_bytes != large.unlimited_peak_bytes
 
 
+@pytest.mark.parametrize("sizes", [(512, 4096), (4096, 512)], ids=["small first", "large first"])
+def test_a_percentage_is_of_the_largest_kind_of_step(sizes: tuple[int, int]) -> None:
+    """A small step begins with the memory that a large one has left."""
+    program = accumulating(
+        MLP, lambda step: [MLP(rows=sizes[step % 2]).batch(step)], steps=24, dynamic=False
+    )
+    reference = run(program, device_budget=UNLIMITED)
+    limited = run(program, device_budget="85%", training_state="stays")
+    assert_same(reference, limited)
+    one, other = limited.statuses[-2:]
+    assert one.phase == other.phase == "planned"
+    assert one.device_budget_bytes == other.device_budget_bytes
+    assert one.unlimited_peak_bytes != other.unlimited_peak_bytes
+    assert not [text for text in other.fallbacks if "over the budget" in text]
+    assert limited.moved_bytes
+
+
 @pytest.mark.slow
 def test_micro_batches_of_different_sizes() -> None:
     """The step's first sizes do not tell the others: a plan for smaller ones may not fit."""
