@@ -116,7 +116,7 @@ class Status:
             f"teraplan: {self.phase}, {self.steps} steps, {self.graphs} graphs, {self.sites} sites",
             f"  saved activations covered  {self.coverage:.1%}",
             f"  device budget              {_bytes(self.device_budget_bytes)}",
-            f"  peak unlimited             {_bytes(self.unlimited_peak_bytes)}",
+            f"  peak unlimited             {_bytes(self.unlimited_peak_bytes)}{self._free}",
             f"  peak predicted / actual    {_bytes(self.predicted_peak_bytes)}"
             f" / {_bytes(self.actual_peak_bytes)}",
             f"  step ideal                 {_time(self.ideal_step_ns)}",
@@ -158,6 +158,14 @@ class Status:
             lines.append(f"  endurance used by this run {self.endurance_used:.4%}")
         lines += [f"  fallback: {text}" for text in self.fallbacks]
         return "\n".join(lines)
+
+    @property
+    def _free(self) -> str:
+        """What the predicted peak has beside tensors, where nothing has to move for it."""
+        free_bytes = self.predicted_peak_bytes - self.unlimited_peak_bytes
+        if self.unlimited_peak_bytes < 0 or free_bytes <= 0:
+            return ""
+        return f" of tensors; the budget has room for {_bytes(free_bytes)} of free memory besides"
 
     def _of_training_state(self) -> list[str]:
         lines: list[str] = []
