@@ -274,9 +274,8 @@ def _with_random_state(func: object, args: Sequence[Any], kwargs: Mapping[str, A
     """What a checkpoint makes of an operation that may draw random numbers: here it draws none."""
     if func is _SAVES_RANDOM_STATE:
         op, *rest = args
-        return torch.empty(_RANDOM_STATE_BYTES, dtype=torch.uint8, device="cpu"), op(
-            *rest, **kwargs
-        )
+        state = torch.empty(_RANDOM_STATE_BYTES, dtype=torch.uint8, device="cpu")
+        return state, op(*rest, **kwargs)
     if func is _RUNS_WITH_RANDOM_STATE:
         _, op, *rest = args
         return op(*rest, **kwargs)

@@ -335,7 +335,7 @@ class Case:
         self.best, self.settled, self.calibrations = None, False, 0
 
     def forget_plans(self) -> None:
-        """Storage takes less than before: no plan so far holds, and links have another speed."""
+        """What tiers take is another: no plan so far counts, and links may have another speed."""
         self.schedule, self.best, self.settled = None, None, False
         self.calibration = replace(self.calibration, link_speed=1.0)
 
