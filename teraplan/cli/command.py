@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,6 +58,15 @@ def emit(text: str) -> None:
     except UnicodeEncodeError:
         text = to_ascii(text)
     say(text)
+
+
+def on_screen(text: str) -> str:
+    """`text` with lines no wider than the terminal that it is printed on, if it is one."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = text.split("\n")
+    return "\n".join(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines)
 
 
 def emit_json(value: dict[str, object]) -> None:

@@ -4,7 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
-from teraplan.cli.command import DONE, NO, Command, emit, emit_json
+from teraplan.cli.command import DONE, NO, Command, emit, emit_json, on_screen
 from teraplan.cli.output_file import writing
 from teraplan.cli.planning import add_budget_arguments, add_machine_argument, asked
 from teraplan.errors import InfeasibleBudgetError
@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         emit_json(plan_json(plan) | {"fits": True, "path": str(options.output)})
     else:
-        emit(plan_screen(plan))
+        emit(on_screen(plan_screen(plan)))
     return DONE
 
 

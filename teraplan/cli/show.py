@@ -3,7 +3,14 @@
 import argparse
 from pathlib import Path
 
-from teraplan.cli.command import DONE, Command, emit, emit_json, predicted_as_it_is
+from teraplan.cli.command import (
+    DONE,
+    Command,
+    emit,
+    emit_json,
+    on_screen,
+    predicted_as_it_is,
+)
 from teraplan.files.run_file import read_plan_or_runs
 from teraplan.report.plan_text import plan_details, plan_json, plan_screen
 from teraplan.report.run_text import runs_json, runs_text
@@ -23,7 +30,7 @@ def _run(options: argparse.Namespace) -> int:
         facts = plan_json(plan, everything=options.all) | {"notes": notes}
         emit_json(facts | {"runs": runs_json(plan, runs) if runs else None})
     else:
-        text = plan_details(plan) if options.all else plan_screen(plan)
+        text = plan_details(plan) if options.all else on_screen(plan_screen(plan))
         emit("\n".join([*notes, text, *(["", runs_text(plan, runs)] if runs else [])]))
     return DONE
 

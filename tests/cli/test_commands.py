@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import teraplan.__main__
 from teraplan.checker.check_plan import check_plan
 from teraplan.cli import main
 from teraplan.cli.entry import COMMANDS
@@ -49,16 +48,6 @@ def test_wrong_usage_is_2(arguments: list[str], capsys: Captured) -> None:
         main(arguments)
     assert stopped.value.code == 2
     assert "usage: teraplan" in capsys.readouterr().err
-
-
-class Interrupted:
-    def __getattr__(self, name: str) -> object:
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_of_the_imports_is_one_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "teraplan.cli", Interrupted())
-    assert teraplan.__main__.main() == 130
 
 
 def test_show(files: Files, capsys: Captured) -> None:

@@ -1,7 +1,8 @@
-"""Pipes and devices in the place of files, and standard output that nobody reads."""
+"""Pipes and devices in the place of files, terminals, and standard output that nobody reads."""
 
 import os
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import teraplan.__main__
 from teraplan import bounded_file
 from teraplan.cli import main
 from teraplan.files.plan_file import write_plan
@@ -197,3 +199,28 @@ def test_a_file_that_is_written_again_keeps_its_mode(tmp_path: Path) -> None:
         write_plan(make_plan(), path)
         assert stat.S_IMODE(path.stat().st_mode) == mode
         path.chmod(0o644)
+
+
+def test_on_a_terminal_a_plan_is_no_wider_than_that(
+    files: Files, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["show", files.plan])
+    whole = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    main(["show", files.plan])
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, whole)) > 60
+    assert max(map(len, shown)) == 60
+    for line, cut in zip(whole, shown, strict=True):
+        assert cut == line if len(line) <= 60 else cut == f"{line[:59]}…"
+
+
+class Interrupted:
+    def __getattr__(self, name: str) -> object:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_of_the_imports_is_one_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "teraplan.cli", Interrupted())
+    assert teraplan.__main__.main() == 130
