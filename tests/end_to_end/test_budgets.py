@@ -1,6 +1,5 @@
 """Which budgets work: from the least on all, with equal bits; below it there is no step at all."""
 
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -229,14 +228,6 @@ def test_percent_of_the_peak_let_no_state_move() -> None:
         run(training_gpt(4), device_budget="30%")
     assert not moves()
     assert 'training_state="moves"' in caught.value.__notes__[0]
-    (enough,) = re.findall(
-        r"\. device_budget is 30 % of what the step takes with .*: (\d+) % is enough$",
-        str(caught.value),
-    )
-    del caught  # it has the program, whose tensors would count
-    limited = run(training_gpt(4), device_budget=f"{enough}%")
-    assert limited.statuses[-1].phase == "planned"
-    assert 30 < int(enough) < 100
 
 
 class Block(torch.nn.Module):

@@ -1,6 +1,7 @@
 """The budget that a refusal names before the first step, from the graphs alone, is enough."""
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -153,6 +154,19 @@ def test_a_smaller_batch_trains_after_the_refusal_of_several_graphs(eager: int) 
     program = functools.partial(train, batches=[8192] * 2 + [64] * 8, refused=2)
     limited = run(program, device_budget=160 * MIB, training_state="moves")
     assert len(reference.recorded) == len(limited.recorded) == 8
+
+
+def test_a_refusal_under_a_percentage_names_one_that_is_enough() -> None:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        run(widening, device_budget="15%", training_state="stays")
+    (enough,) = re.findall(
+        r"device_budget is 15 % of what the step takes with nothing moved, .* MiB: (\d+) % is enou",
+        str(caught.value),
+    )
+    del caught  # it has the program, whose tensors would count
+    limited = run(widening, device_budget=f"{enough}%", training_state="stays")
+    assert limited.statuses[-1].phase == "planned"
+    assert 15 < int(enough) < 100
 
 
 class OneEmbedding(nn.Module):
