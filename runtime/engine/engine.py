@@ -46,8 +46,9 @@ class Engine:
         self.limit_bytes = 0
         self._resident_limits: tuple[int, int, int] | None = None
         self._rehearsal_limits: Sequence[int] = ()
-        self.at_backward: Callable[[GraphTable], None] | None = None
-        """Told the call whose backward begins, it may refuse that by an error."""
+        self.at_backward: Callable[[GraphTable, Callable[[], set[str]]], None] | None = None
+        """Told the call whose backward begins, and whom to ask for the names of all graphs whose
+        forwards wait for theirs, it may refuse that by an error."""
         self.schedule: Schedule | None = None
         """Of the plan that the step runs under."""
         self._sizes = PlannedSizes()
@@ -71,6 +72,9 @@ class Engine:
     def waiting_calls(self) -> set[int]:
         """Numbers of the forwards that wait for their backward."""
         return {self._views[key].call for key in self._waiting}
+
+    def _waiting_graphs(self) -> set[str]:
+        return {self._views[key].graph for key in self._waiting}
 
     @property
     def in_backward(self) -> bool:
@@ -145,7 +149,7 @@ class Engine:
         """The backward of a forward graph begins, to which the token with `key` belongs."""
         view = self._view(key)
         if self.at_backward:
-            self.at_backward(view.table)
+            self.at_backward(view.table, self._waiting_graphs)
         self.graph = (view.graph, view.call, True)
         self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
         self._leave()

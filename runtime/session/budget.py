@@ -105,6 +105,15 @@ class GraphForecast:
         optimizer_bytes = self._count.optimizer_bytes - elsewhere_bytes
         self.optimizer_bytes = max(self.optimizer_bytes, optimizer_bytes)
 
+    def forget_all_but(self, graphs: set[str]) -> None:
+        """Of those that save something, no others have run, or what they saved is gone."""
+        self._tables = {
+            name: table
+            for name, table in self._tables.items()
+            if name in graphs or not table.saved_bytes
+        }
+        self._is_whole = None
+
     @property
     def overhead_bytes(self) -> int | None:
         """What the process held beside tensors when they were counted last; None if not known."""

@@ -7,7 +7,7 @@ measured. A plan divides the budget anew at each site.
 import copy
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -129,7 +129,9 @@ class BudgetShares:
         except InfeasibleBudgetError:
             trains = any(table.backward.gradients_bytes for table in case.tables.values())
             is_first = case.is_first and case.memory is None
-            if not (may_wait and is_first and trains) or self.forecast.knows_all_graphs:
+            if not (may_wait and is_first and trains):
+                raise
+            if self.forecast.knows_all_graphs and not self._waits:  # of forwards that are dropped
                 raise
             if self.forecast.least_bytes + self._keeper.limit_bytes > self._device.capacity_bytes():
                 raise
@@ -192,8 +194,13 @@ class BudgetShares:
         """True if the step cannot go on since a backward was refused that had to wait for that."""
         return self._refused is not None
 
-    def meet_backward(self, case: Case, table: GraphTable) -> None:
+    def meet_backward(self, case: Case, table: GraphTable, waiting: Callable[[], set[str]]) -> None:
         """A backward is about to run: the step, which may have been an evaluation, is none.
+
+        Args:
+            case: the step's kind.
+            table: of the call.
+            waiting: gives the names of all graphs whose forwards wait for their backward.
 
         Raises:
             InfeasibleBudgetError: it needs far more than the budget, and nothing can be done.
@@ -207,6 +214,8 @@ class BudgetShares:
             return
         beside_bytes = None if self._waits else self.forecast.beside_backward_bytes(table)
         certainly = self._certainly if self._waits else True
+        if self._waits:
+            self._forget_dropped(case, waiting())
         try:
             self._refuse(case, certainly=certainly, beside_bytes=beside_bytes, has_run=self._waits)
         except InfeasibleBudgetError as error:
@@ -216,6 +225,13 @@ class BudgetShares:
                 self._refused = copy.copy(error)
             raise
         self._waits = False
+
+    def _forget_dropped(self, case: Case, waiting: set[str]) -> None:
+        """Forwards that were to be refused, and that nobody goes back through, are none of it."""
+        self.forecast.forget_all_but(waiting)
+        gone = [t.graph for t in case.tables.values() if t.saved_bytes and t.graph not in waiting]
+        for graph in gone:
+            del case.tables[graph]
 
     def _may_move_instead(self, case: Case) -> bool:
         """True if the next step can begin to move the training state: one goes over before.
@@ -248,7 +264,8 @@ class BudgetShares:
         self._certainly = certainly
         moving, rest, given = self._keeper.limit_bytes, self.rest_bytes, ""
         if self._given.percent is not None and case.memory is None:
-            if self.forecast.has_sizes_of_values:
+            # Of another kind a first graph tells little, and the largest step met is as much.
+            if self.forecast.has_sizes_of_values or not case.is_first:
                 return
             peak = self.forecast.most_peak_bytes + self._keeper.step_bytes
             rest = self._given.resolve(peak) - moving

@@ -156,6 +156,60 @@ def test_a_smaller_batch_trains_after_the_refusal_of_several_graphs(eager: int) 
     assert len(reference.recorded) == len(limited.recorded) == 8
 
 
+def test_a_large_forward_that_is_dropped_refuses_no_small_step() -> None:
+    """Such as one that the program's own exception has ended."""
+
+    def program(this: Run, large: int = 8192) -> None:
+        eager, net = nn.Linear(256, 4096), Widening()
+        this.compile(net, dynamic=False)
+        optimizer = torch.optim.AdamW([*eager.parameters(), *net.parameters()])
+        net(torch.randn(large, 256))
+        for step in range(8):
+            x = torch.randn(64, 256, generator=torch.Generator().manual_seed(step))
+            loss = net(x) + eager(x).square().mean()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    small = functools.partial(program, large=64)
+    reference = run(small, device_budget=UNLIMITED)
+    assert_same(reference, run(program, device_budget=160 * MIB, training_state="moves"))
+
+
+class Embedded(nn.Module):
+    """The first graph saves next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(64, 256), Widening()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        torch._dynamo.graph_break()
+        result: Tensor = self.layers(x)
+        return result
+
+
+def test_under_a_percentage_no_kind_of_step_is_refused_at_its_first_graph() -> None:
+    def program(this: Run) -> None:
+        net = Embedded()
+        this.compile(net, dynamic=False)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for step, rows in enumerate([2048] * 8 + [4096] * 8):
+            ids = torch.randint(64, (rows,), generator=torch.Generator().manual_seed(step))
+            loss = net(ids)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    reference = run(program, device_budget=UNLIMITED)
+    limited = run(program, device_budget="90%", training_state="stays")
+    assert_same(reference, limited)
+    assert limited.statuses[-1].phase == "planned"
+
+
 def test_a_refusal_under_a_percentage_names_one_that_is_enough() -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
         run(widening, device_budget="15%", training_state="stays")
