@@ -92,9 +92,9 @@ struct Lane {
   }
 
   template <class Call>
-  int64_t move(Call call, const Job& job) {
+  int64_t move(const std::atomic<Call>& call, const Job& job) {
     for (uint64_t done = 0; done < job.nbytes;) {
-      const ssize_t n = call(fd, job.address + done, job.nbytes - done, job.offset + done);
+      const ssize_t n = call.load()(fd, job.address + done, job.nbytes - done, job.offset + done);
       if (n < 0 && errno != EINTR) return errno;
       if (n == 0) return ENDED_EARLY;
       done += std::max<ssize_t>(n, 0);
@@ -104,11 +104,11 @@ struct Lane {
 
   int64_t write(const Job& job) {
     if (job.digest) *job.digest = digest(job.address, job.nbytes);
-    return move(write_call.load(), job);
+    return move(write_call, job);
   }
 
   int64_t read(const Job& job) {
-    if (const int64_t error = move(read_call.load(), job)) return error;
+    if (const int64_t error = move(read_call, job)) return error;
     if (job.digest && digest(job.address, job.nbytes) != *job.digest) return CHANGED;
     return 0;
   }
