@@ -79,7 +79,7 @@ def trace_of_module(factory: Factory, machine: Machine) -> StepTrace:
         raise
     except (Exception, SystemExit):  # noqa: BLE001  such as values that the factory reads, or `module.to(dtype)`
         without_memory = torch.device("meta")
-        with _telling("the factory fails", ""), without_memory:
+        with _telling("the factory fails"), without_memory:
             made = factory()
     module, inputs = _checked(made)
     with without_memory:
@@ -120,7 +120,7 @@ def _checked(made: object) -> tuple[torch.nn.Module, Sequence[Any] | dict[str, A
 
 
 @contextmanager
-def _telling(what: str, remedy: str) -> Iterator[None]:
+def _telling(what: str, remedy: str = "") -> Iterator[None]:
     """Turn whatever fails within this into one UnsupportedError."""
     try:
         yield

@@ -105,13 +105,9 @@ class GraphForecast:
         optimizer_bytes = self._count.optimizer_bytes - elsewhere_bytes
         self.optimizer_bytes = max(self.optimizer_bytes, optimizer_bytes)
 
-    def forget_all_but(self, graphs: set[str]) -> None:
-        """Of those that save something, no others have run, or what they saved is gone."""
-        self._tables = {
-            name: table
-            for name, table in self._tables.items()
-            if name in graphs or not table.saved_bytes
-        }
+    def know_only(self, tables: Iterable[GraphTable]) -> None:
+        """The step runs these graphs, and no others that are known."""
+        self._tables = {table.graph: table for table in tables}
         self._is_whole = None
 
     @property

@@ -212,26 +212,34 @@ class BudgetShares:
             return
         if self._may_move_instead(case):
             return
-        beside_bytes = None if self._waits else self.forecast.beside_backward_bytes(table)
-        certainly = self._certainly if self._waits else True
         if self._waits:
-            self._forget_dropped(case, waiting())
+            self._refuse_at_last(case, waiting())
+            return
+        beside_bytes = self.forecast.beside_backward_bytes(table)
         try:
-            self._refuse(case, certainly=certainly, beside_bytes=beside_bytes, has_run=self._waits)
+            self._refuse(case, certainly=True, beside_bytes=beside_bytes)
         except InfeasibleBudgetError as error:
             self.explain(error, "", case)
             case.tables.pop(table.graph, None)
-            if self._waits:
-                self._refused = copy.copy(error)
+            raise
+
+    def _refuse_at_last(self, case: Case, waiting: set[str]) -> None:
+        """The forward has run that a refusal has waited for: what was dropped does not count.
+
+        Args:
+            case: the step's kind.
+            waiting: names of the graphs whose forwards wait for their backward.
+        """
+        tables = case.tables.items()
+        case.tables = {n: t for n, t in tables if n in waiting or not t.saved_bytes}
+        self.forecast.know_only(case.tables.values())
+        try:
+            self._refuse(case, certainly=self._certainly, has_run=True)
+        except InfeasibleBudgetError as error:
+            self.explain(error, "", case)
+            self._refused = copy.copy(error)
             raise
         self._waits = False
-
-    def _forget_dropped(self, case: Case, waiting: set[str]) -> None:
-        """Forwards that were to be refused, and that nobody goes back through, are none of it."""
-        self.forecast.forget_all_but(waiting)
-        gone = [t.graph for t in case.tables.values() if t.saved_bytes and t.graph not in waiting]
-        for graph in gone:
-            del case.tables[graph]
 
     def _may_move_instead(self, case: Case) -> bool:
         """True if the next step can begin to move the training state: one goes over before.

@@ -34,6 +34,7 @@ _SAVED_AT_HAND = 2
 _DAY_NS = 86_400 * 10**9
 _WEAR_ATTEMPTS = 5
 _MUCH_MORE = 0.02
+"""Of a budget: by less it does not grow with a kind of step that is a little larger."""
 
 
 class PlanMaker:

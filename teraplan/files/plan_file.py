@@ -11,6 +11,7 @@ and `recomputed`, which names the tensors that are computed again. After an edit
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -57,6 +58,7 @@ _MIGRATION_FIELDS = (
     "clean",
     "reason",
 )
+_OTHER_TIERS = tuple(tier for tier in Tier if tier is not Tier.DEVICE)
 _BUDGET_FIELDS = ("device_bytes", "host_bytes", "storage_bytes")
 _HARDWARE_FIELDS = (
     "device",
@@ -271,15 +273,8 @@ def _decode_speeds(node: Node, names: tuple[str, ...]) -> dict[str, int] | None:
     return values
 
 
-def decode_tier(node: Node) -> Tier:
-    """The tier that a string names."""
-    if node.text() not in {tier.value for tier in Tier}:
-        raise node.fail(f'"{node.text()}" is not one of {", ".join(Tier)}')
-    return Tier(node.text())
-
-
-def _decode_other_tier(node: Node) -> Tier:
-    tiers = [tier for tier in Tier if tier is not Tier.DEVICE]
+def decode_tier(node: Node, tiers: Sequence[Tier] = tuple(Tier)) -> Tier:
+    """The one of `tiers` that a string names."""
     if node.text() not in {tier.value for tier in tiers}:
         stays = "; without a migration a tensor stays" if node.text() == Tier.DEVICE else ""
         raise node.fail(f'"{node.text()}" is not one of {", ".join(tiers)}{stays}')
@@ -307,7 +302,10 @@ def _decode_host_bytes(node: Node, tier: Tier, nbytes: int) -> int:
 
 def _decode_migration(node: Node, trace: StepTrace, ids: dict[str, int], limit: int) -> Migration:
     node.only(_MIGRATION_FIELDS)
-    tensor_id, tier = _decode_tensor(node.get("tensor"), ids), _decode_other_tier(node.get("tier"))
+    tensor_id, tier = (
+        _decode_tensor(node.get("tensor"), ids),
+        decode_tier(node.get("tier"), _OTHER_TIERS),
+    )
     return Migration(
         tensor_id=tensor_id,
         leave=node.get("leave").integer(limit),
