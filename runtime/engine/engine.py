@@ -354,9 +354,9 @@ class Engine:
             mover.make_room(0, self.limit_bytes)
             return
         actions = schedule.actions(site)
-        for migration in actions.leave:
-            saved = self._of_step[migration.tensor_id]
-            mover.start_leaving(saved, migration.tier, migration.host_bytes)
+        for m in actions.leave:
+            saved = self._of_step[m.tensor_id]
+            mover.start_leaving(saved, m.tier, m.host_bytes, clean=m.clean)
         if schedule.moves_state and self._state_sites is not None:
             self._state_sites.act(schedule, site)
         for order in actions.gone:

@@ -70,16 +70,21 @@ class Mover:
         self._resident.clear()
         self.managed_bytes = 0
 
-    def start_leaving(self, saved: Saved, tier: Tier, host_bytes: int = 0) -> None:
+    def start_leaving(
+        self, saved: Saved, tier: Tier, host_bytes: int = 0, *, clean: bool = False
+    ) -> None:
         """Start copying `saved` to `tier`, or to the other one if that has no room.
 
         With `host_bytes`, so many of its bytes go to the host and the rest to storage, if there is
-        room for both parts.
+        room for both parts. If `clean`, what it has left there when it was away before will do.
         """
-        if saved.tensor is None or saved.copy is not None or saved.tokens == 0:
+        if saved.tensor is None or saved.tokens == 0 or id(saved) not in self._resident:
             return
-        if saved.modified or id(saved) not in self._resident:
+        if saved.modified or (saved.copy is not None and clean):
             return
+        if saved.copy is not None:
+            saved.copy.drop()
+            saved.copy = None
         other = Tier.STORAGE if tier is Tier.HOST else Tier.HOST
         saved.copy = self._start_out(saved, tier, other, host_bytes=host_bytes)
 

@@ -8,7 +8,8 @@ optimizer: what comes then, until the next one begins, is the user's.
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -286,15 +287,26 @@ class StepRecorder:
             kind, *_, tensor = visit.key
             if tensor is not None and tensor >= 0:
                 sites[tensor].setdefault(kind, []).append(site)
+        again = self._backwards_again()
         for number, of_tensor in enumerate(sites):
             first, last = of_tensor[SiteKind.SAVE][0], of_tensor[SiteKind.SAVE][-1]
             # A backward that ran before another forward saved it again: it was there in between.
             needs = [site for site in of_tensor.get(SiteKind.NEED, ()) if site > last]
             dones = [site for site in of_tensor.get(SiteKind.DONE, ()) if site > last]
             if needs and len(needs) == len(dones):
-                yield (first, last), (needs[0], dones[-1])
+                yield (first, last), *_uses(needs, dones, again)
             else:  # a checkpoint computes it again, or no backward asks for it any more
                 yield ((first, max(last, self._given_up.get(number, self.num_sites))),)
+
+    def _backwards_again(self) -> list[int]:
+        """Sites at which a backward begins that has run before in this step."""
+        begun, again = set[int](), []
+        for site, (kind, _, call, backward, _) in enumerate(visit.key for visit in self._visits):
+            if kind is SiteKind.ENTER and backward:
+                if call in begun:
+                    again.append(site)
+                begun.add(call)
+        return again
 
     @staticmethod
     def _tensor(
@@ -310,3 +322,15 @@ class StepRecorder:
             windows=windows,
             recompute=recompute,
         )
+
+
+def _uses(
+    needs: Sequence[int], dones: Sequence[int], again: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """From the first need to the last end of use; apart, if a backward runs again in between."""
+    start = needs[0]
+    for done, need in zip(dones, needs[1:], strict=False):
+        if bisect_left(again, done) < bisect_left(again, need):  # so all of it has been used
+            yield start, done
+            start = need
+    yield start, dones[-1]

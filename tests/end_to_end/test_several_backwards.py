@@ -6,7 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.end_to_end.training import MLP, Run, assert_same, moving, tight, unlimited
+from tests.end_to_end.training import (
+    MLP,
+    Run,
+    assert_kept_to_plan,
+    assert_same,
+    moving,
+    tight,
+    unlimited,
+)
 
 
 class _Layers(nn.Module):
@@ -82,6 +90,33 @@ def test_graphs_that_are_kept_after_their_backward(losses: int, kernels: str) ->
     assert_same(reference, limited)
     assert limited.final.diverged_steps == 0
     assert limited.moved_bytes > 0
+
+
+@pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_two_backwards_need_is_away_between_and_within_them(kernels: str) -> None:
+    """It leaves a second time without being written again."""
+
+    def program(this: Run) -> None:
+        model = this.compile(_Layers())
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(32768, 64)
+        for _ in range(8):
+            out = model(x)
+            loss = out.square().mean()
+            torch.autograd.backward(loss, retain_graph=True)
+            torch.autograd.backward(out.abs().mean())
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    reference = unlimited(program, kernels=kernels)
+    limited = tight(program, reference, 0.4, kernels=kernels)
+    assert_same(reference, limited)
+    assert_kept_to_plan(limited)
+    assert limited.statuses[-1].phase == "planned"
+    before, after = (limited.statuses[step].stores[0] for step in (-3, -1))
+    written_bytes = after.written_bytes - before.written_bytes
+    assert after.read_bytes - before.read_bytes > 1.3 * written_bytes > 0
 
 
 @pytest.mark.slow
