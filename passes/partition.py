@@ -75,7 +75,7 @@ class TeraplanPartitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Identity of what this partitioner does, for compile caches."""
         updated = "gradients" if self.updates else "step"
-        return f"teraplan-{__version__}-partitioner-40-{updated}"
+        return f"teraplan-{__version__}-partitioner-41-{updated}"
 
 
 def config_patches(*, updates: bool = False) -> dict[str, object]:

@@ -3,7 +3,8 @@
     forward     x = gelu(..)   mm(x, w)   token = save(x)         x is alive from gelu to save
     backward    x = need(0)    gelu_backward(dy, x)   done(x)     and again from need to done
 
-What autograd gives a backward (`dy`, zeros where an output is not used) is there until it is used.
+What autograd gives a backward (`dy`, zeros where an output is not used, saved activations that have
+no ops) is there until it is used.
 
 Between `save` and `need` a saved activation can be elsewhere, so what is alive at once beside those
 that are is about the least that the graphs can run in, node by node, as PyTorch's kernels run.
@@ -23,6 +24,7 @@ from torch import fx
 
 from teraplan import ops
 from teraplan.passes.aliases import base_of, is_view
+from teraplan.passes.anchor import device_of
 from teraplan.passes.size_polynomials import SizePolynomials, peaks, total
 from teraplan.passes.symbolic_sizes import SizeNodes
 from teraplan.passes.targets import packet_of
@@ -81,6 +83,7 @@ def with_memory(
     """
     saves = forward.find_nodes(op="call_function", target=ops.save)
     saved = {save.args[2]: base_of(save.args[0]) for save in saves}
+    given = _given(table, forward, backward)
     nodes = SizeNodes(forward)
     sizes = SizePolynomials(nodes.values(), nodes.can_compute)
     at_once = functools.partial(memory_of, sizes=sizes)
@@ -88,9 +91,9 @@ def with_memory(
         slots=tuple(
             sizes.nbytes_of(save.args[0]) for save in sorted(saves, key=lambda save: save.args[2])
         ),
-        forward=at_once(forward, saved={}),
-        backward=at_once(backward, saved=saved),
-        backward_of_moving=at_once(backward, saved=saved, state_moves=True),
+        forward=at_once(forward, saved={}, given=()),
+        backward=at_once(backward, saved=saved, given=given),
+        backward_of_moving=at_once(backward, saved=saved, given=given, state_moves=True),
     )
     parameters_bytes = _parameters_nbytes(backward)
     stays, moves = (
@@ -127,6 +130,7 @@ def memory_of(
     *,
     sizes: SizePolynomials,
     saved: Mapping[int, fx.Node],
+    given: Iterable[fx.Node],
     state_moves: bool = False,
 ) -> MemoryOfSizes:
     """What a graph takes that has its ops.
@@ -136,6 +140,7 @@ def memory_of(
         sizes: what bytes are counted in.
         saved: of a backward, the node of the forward that each slot is (a view of); of a forward,
             nothing.
+        given: its placeholders whose memory goes with their last use.
         state_moves: gradients that `settle` is given leave the graph's memory there.
     """
     position = _positions(graph)
@@ -143,7 +148,7 @@ def memory_of(
     spans = [
         *_intermediates(graph, position, sizes, same=set(same)),
         *_needed(graph, position, saved, sizes),
-        *_tangents(graph, position, sizes),
+        *_until_used(graph, position, given, sizes),
     ]
     fixed = [span for span in spans if not span.can_leave]
     return MemoryOfSizes(workspace=_peaks(fixed), least=_peaks(spans))
@@ -233,14 +238,27 @@ _aten = torch.ops.aten
 _CONVOLUTIONS = frozenset((_aten.convolution, _aten.convolution_backward))
 
 
-def _tangents(
-    graph: fx.Graph, position: Mapping[fx.Node, int], sizes: SizePolynomials
+def _given(table: GraphTable, forward: fx.Graph, backward: fx.Graph) -> Sequence[fx.Node]:
+    """Placeholders of a backward: gradients of the forward's results, and what has no ops."""
+    device = device_of(backward)
+    left = {name for name, _, _ in table.uncovered}
+    bases = {node.name: base_of(node) for node in forward.nodes if node.name in left}
+    of_base: dict[object, fx.Node] = {}
+    for node in backward.find_nodes(op="placeholder"):
+        if "tangents" in node.name or (node.name in left and node.meta["val"].device == device):
+            of_base.setdefault(bases.get(node.name, node), node)
+    return tuple(of_base.values())
+
+
+def _until_used(
+    graph: fx.Graph,
+    position: Mapping[fx.Node, int],
+    given: Iterable[fx.Node],
+    sizes: SizePolynomials,
 ) -> Iterator[_Span]:
-    """Gradients of the forward's results."""
     last_use = _last_uses(graph, position)
-    for node in graph.find_nodes(op="placeholder"):
-        if "tangents" in node.name:
-            yield _Span(0, last_use[node], sizes.nbytes_of(node))
+    for node in given:
+        yield _Span(0, max(0, last_use[node]), sizes.nbytes_of(node))
 
 
 def _needed(

@@ -60,6 +60,26 @@ class Mobile(nn.Module):
         return result
 
 
+class Conjugated(nn.Module):
+    """What is read conjugated, half of all that is saved, has no ops and stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=torch.cfloat) for _ in range(3))
+        self.scales = nn.ParameterList(torch.randn(64, dtype=torch.cfloat) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.complex(x, -x).flatten(0, 2)
+        total = torch.zeros(())
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            conjugated = layer(x).conj()
+            scaled = conjugated * scale
+            total = total + (conjugated.imag.sin() * scaled.real).square().mean()
+            x = scaled * scaled.abs() / (1 + scaled.abs())
+        result: Tensor = total + x.abs().mean()
+        return result
+
+
 def training(this: Run, make_model: Callable[[], nn.Module] = Pooled) -> None:
     net = make_model()
     this.compile(net)
@@ -92,6 +112,12 @@ def test_a_net_with_instance_norm_and_one_with_depthwise_convolutions(
     make_model: Callable[[], nn.Module],
 ) -> None:
     check_named(functools.partial(training, make_model=make_model), kernels="inductor")
+
+
+@pytest.mark.parametrize("state", ["stays", pytest.param("moves", marks=pytest.mark.slow)])
+def test_a_net_half_of_whose_activations_stay(state: str) -> None:
+    program = functools.partial(training, make_model=Conjugated)
+    check_named(program, kernels="aot_eager", training_state=state)
 
 
 def check_named(program: Program, **options: object) -> None:
