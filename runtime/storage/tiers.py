@@ -111,6 +111,7 @@ class Tiers:
         Raises:
             StorageFullError: a tier has no room for its part; nothing has happened.
         """
+        assert host_bytes <= source.nbytes, f"{host_bytes} bytes of {source.label} to host memory"
         parts: list[Part] = []
         try:
             for tier, offset, end in _ranges(source.nbytes, host_bytes):

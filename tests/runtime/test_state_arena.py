@@ -209,8 +209,9 @@ def test_what_no_store_takes_goes_to_host_memory() -> None:
         assert (tensor == 3).all()
 
 
-@pytest.mark.parametrize("host_bytes", [1, pages.PAGE_BYTES, 100_001])
+@pytest.mark.parametrize("host_bytes", [1, pages.PAGE_BYTES, 100_001, 2 * MIB])
 def test_a_part_in_host_memory_ends_at_any_byte(host_bytes: int) -> None:
+    """Also behind the block: the plan may be of a larger tensor that was in its place."""
     with state_arena.opened(4 * MIB, host_bytes=4 * MIB) as arena:
         tensor, block = filled(arena, 3)
         arena.see_out(block, host_bytes=host_bytes)

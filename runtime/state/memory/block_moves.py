@@ -39,7 +39,8 @@ class BlockMoves:
             else:
                 self._drop_record(block)
         if block.record is None:
-            if host_bytes is not None and host_bytes < block.nbytes:
+            if host_bytes is not None:  # the plan may be of a larger one, of another optimizer
+                host_bytes = min(host_bytes, block.nbytes)
                 host_bytes -= host_bytes % PAGE_BYTES  # what lies behind is mapped where it lies
             self.memory.start_out(block, host_bytes)
             block.epoch, block.changed = self._epoch, False
