@@ -12,10 +12,11 @@ from torch import Tensor
 
 from teraplan.errors import DeadlineError, FallbackRefusedError, HostUpdateError, StorageFullError
 from teraplan.runtime.state.host_updates import host_choice, host_step, host_worker
-from tests.end_to_end.hosting import check, host_updates, hosted, plain
-from tests.end_to_end.moving import adamw, model, training, weight
+from teraplan.runtime.state.memory.host_memory import host_bytes
+from tests.end_to_end.hosting import all_host_updates, check, host_updates, hosted, plain
+from tests.end_to_end.moving import STEPS, adamw, looping, model, training, weight
 from tests.end_to_end.test_state_optimizers import Lion
-from tests.end_to_end.training import Run, assert_same
+from tests.end_to_end.training import MLP, Run, assert_same
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 
@@ -175,6 +176,30 @@ def test_state_that_is_larger_than_expected(monkeypatch: pytest.MonkeyPatch) -> 
     assert 1 <= found.statuses[-1].host_updates <= 2, "of nine weights' bytes slots take five"
     pool = host_updates().placement.state.pool
     assert pool.most_bytes <= 9 * WEIGHT
+
+
+def test_what_has_taken_the_room_meanwhile_leaves_updates_on_the_device() -> None:
+    """Between the choice and the first update: what moves goes to host memory, too."""
+
+    def step_of(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+        loss: Tensor = net(*net.batch(step))
+        torch.autograd.backward(loss)
+        if step == 0 and all_host_updates():
+            updates = host_updates()
+            updates._place(optimizer, 1.0)
+            pool = updates.placement.state.pool
+            taken.append(host_bytes(pool, pool.free_bytes - 5 * WEIGHT))
+        optimizer.step()
+        return loss
+
+    taken: list[Tensor | None] = []
+    program = looping(step_of)
+    reference = plain(program)
+    found = hosted(program, share=1.0)
+    assert_same(reference, found)
+    assert taken[0] is not None
+    assert [s.host_updates for s in found.statuses] == [1] * STEPS, "its state is there twice"
+    assert any("of which" in text for text in found.statuses[-1].fallbacks)
 
 
 def test_no_room_for_the_first_update_is_an_error_before_anything_is_lost(

@@ -138,6 +138,31 @@ def choose(
     return Choice(parameters=tuple(chosen), left_out_bytes=left_out)
 
 
+def without_room(
+    chosen: Sequence[torch.Tensor], missing: dict[int, int], room_bytes: int
+) -> list[torch.Tensor]:
+    """Those for whose first update, which makes state, there is no room beside the others'.
+
+    Args:
+        chosen: in the order in which they are updated.
+        missing: bytes of the state that is made, by identity.
+        room_bytes: host memory that is free.
+    """
+    found: list[torch.Tensor] = []
+    made, largest = 0, 0
+    for bucket in buckets_of(chosen):
+        of_bucket = 0
+        for p in bucket:
+            new = missing.get(id(p), 0)
+            # What a bucket makes is there twice until it has been taken in.
+            if new and made + new + max(largest, of_bucket + new) > room_bytes:
+                found.append(p)
+                continue
+            made, of_bucket = made + new, of_bucket + new
+        largest = max(largest, of_bucket)
+    return found
+
+
 def slot_bytes(chosen: Sequence[torch.Tensor]) -> int:
     """Size of a slot for any bucket of some of these."""
     largest = max((p.nbytes for p in chosen), default=0)

@@ -111,6 +111,11 @@ class HostPlacement:
                 found.append(p)
             else:
                 self._send_home(optimizer, p)
+        missing = host_choice.missing_bytes(left)
+        room_bytes = self._device.host_pool.free_bytes
+        for p in host_choice.without_room(found, missing, room_bytes):
+            found = [other for other in found if other is not p]
+            self.give_up(optimizer, p)
         return found
 
     def give_up(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
@@ -206,12 +211,11 @@ class HostPlacement:
         self.state.release(state)  # what is still there: the device is the host itself
 
     def _report(self, nbytes: int) -> None:
-        pool = self._device.host_pool
+        free_bytes = self._device.host_pool.free_bytes
         self.note(
             f"{format_nbytes(nbytes)} of parameters are updated on the device instead of the host: "
-            f"their optimizer state does not fit in host memory, of whose "
-            f"{format_nbytes(pool.limit_bytes)} {format_nbytes(pool.free_bytes)} are free; raise "
-            "host_budget"
+            f"their optimizer state does not fit in host memory, of which "
+            f"{format_nbytes(free_bytes)} are free; raise host_budget"
         )
 
 

@@ -1,7 +1,8 @@
 """Optimizer state that is kept in host memory, and counted there.
 
 What `optimizer.state[p]` holds are these tensors themselves. Small ones (numbers of steps) lie in
-ordinary memory and are not counted.
+ordinary memory and are not counted. Where the device is the host they are the same tensors as
+before, with other memory: a state_dict that was loaded has them, too, and may be loaded again.
 """
 
 from typing import Any
@@ -87,15 +88,20 @@ class HostState:
             taken = host_tensor(self.pool, value)
             if taken is None:
                 return False
-            state[name] = taken.copy_(value)
-            self._held[taken] = True
+            taken.copy_(value)
+            if value.is_cpu:
+                value.data = taken
+            else:
+                state[name] = taken
+            self._held[state[name]] = True
         return True
 
     def release(self, state: State) -> None:
         """Let a parameter's state be in ordinary memory of the host."""
-        for name, value in list(state.items()):
+        for value in list(state.values()):
             if isinstance(value, torch.Tensor) and value in self._held:
-                state[name] = value.clone()
+                value.data = value.data.clone()
+                del self._held[value]
 
 
 def send_to(state: State, parameter: torch.Tensor, group: dict[str, Any]) -> None:
