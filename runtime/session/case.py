@@ -1,6 +1,7 @@
 """One kind of step (the same first graph and input sizes) on its way from unknown to planned."""
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +25,7 @@ from teraplan.values.step_trace import Recompute, StepTrace
 
 log = logging.getLogger(__name__)
 
-_KEPT_RUNS = 64
+_KEPT_RUNS, _KEPT_PEAKS = 64, 12
 _ALL_SAMPLED, _SAMPLED_EVERY = 24, 8
 """Runs of one plan that are looked at, and one in how many after that, where looking takes time."""
 _MAX_ODD = 3
@@ -59,8 +60,8 @@ class Case:
     durations_ns: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     schedule: Schedule | None = None
     budgets: Budgets | None = None
-    peak_bytes: int = 0
-    """The most that the process took in steps under the plan in force."""
+    peaks_bytes: deque[int] = field(default_factory=lambda: deque[int](maxlen=_KEPT_PEAKS))
+    """What the process took in the last steps under the plan in force."""
     reserve_bytes: int = 0
     """Held back because the process took more than what its tensors explain."""
     surplus_bytes: int = 0
@@ -81,8 +82,8 @@ class Case:
     corrections: int = 0
     keeps_free: bool = False
     """The process takes more than the budget, and the plan can hold nothing more back for it."""
-    told_peak_bytes: int = 0
-    """The peak that was told of then; 0 if none was."""
+    told: tuple[int, str] | None = None
+    """The peak that was told of then, and in which words."""
     times_given_back: int = 0
     """Too much had been held back."""
     attempts: int = 0

@@ -60,6 +60,8 @@ class Lesson:
     """By so much less will be in use under `plan`; the peak so far says nothing of it."""
     fallback: str = ""
     """Why the plan could not be kept, or made."""
+    withdrawn: str = ""
+    """A fallback of before that no longer holds."""
 
 
 _NOTHING = Lesson()
@@ -71,25 +73,34 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     Args:
         case: has the run, and takes in what it says.
         plans: makes the next plan.
-        peak_bytes: the most memory that tensors took since the plan came into force.
+        peak_bytes: the most memory that tensors took of late.
         budget_bytes: what they may take.
     """
     within = min(MEASURED_WITHIN_BYTES, int(budget_bytes * _WITHIN_FRACTION))
     may_correct = case.corrections < _MAX_CORRECTIONS
-    if case.told_peak_bytes:  # and there is nothing left to correct, but it is worse than told
-        may_correct = peak_bytes > case.told_peak_bytes * _CHANGED + within
+    if case.told is not None:  # and there is nothing left to correct, but it is worse than told
+        may_correct = peak_bytes > case.told[0] * _CHANGED + within
     is_over = peak_bytes > budget_bytes + within and may_correct
     is_replayed = plans.replayed is not None
     if is_over:
         hold_back = _tell if is_replayed else _hold_back
         return hold_back(case, plans, peak_bytes, budget_bytes)
+    withdrawn = _withdrawn(case, peak_bytes, most_bytes=budget_bytes + within)
     is_late = case.num_runs % _COMPARED_EVERY == 0
-    if case.num_runs not in _COMPARED_AFTER and not is_late:
+    if case.num_runs not in _COMPARED_AFTER and not is_late and not withdrawn:
         return _NOTHING
-    if 0 <= peak_bytes <= budget_bytes or case.told_peak_bytes:
+    if 0 <= peak_bytes <= budget_bytes or case.told is not None:
         _expect(case, peak_bytes)
     if is_replayed:
-        return _NOTHING
+        return Lesson(withdrawn=withdrawn)
+    lesson = _compare(case, plans, budget_bytes - peak_bytes, budget_bytes, is_late=is_late)
+    return replace(lesson, withdrawn=withdrawn)
+
+
+def _compare(
+    case: Case, plans: PlanMaker, unused_bytes: int, budget_bytes: int, *, is_late: bool
+) -> Lesson:
+    """What times say, and memory that was not used."""
     assert case.schedule is not None
     plan = case.schedule.plan
     if is_late and _has_changed(case, plan):
@@ -97,7 +108,7 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     if _is_slower(case, plan) and case.num_runs < _SURE_AFTER:
         return _NOTHING
     better = _best_so_far(case, plan)
-    less = _hold_back_less(case, budget_bytes - peak_bytes, budget_bytes)
+    less = _hold_back_less(case, unused_bytes, budget_bytes)
     found = case.calibrate(may_slow_down=case.calibrations < _MAX_CALIBRATIONS)
     if better is None and (less or (found and not case.settled)):
         return _with_actual_values(case, plans)
@@ -107,13 +118,27 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     return _NOTHING
 
 
+def _withdrawn(case: Case, peak_bytes: int, *, most_bytes: int) -> str:
+    """What was told of a peak that has not come for a while; "" if nothing was, or it still does.
+
+    The program has dropped what it held, or was busy with something else then.
+    """
+    if case.told is None or case.num_runs < _COMPARED_AFTER[0]:
+        return ""
+    if not 0 <= peak_bytes <= most_bytes:
+        return ""
+    (_, said), case.told = case.told, None
+    return said
+
+
 def _tell(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int) -> Lesson:
     """Of a replayed plan, which stays as it is."""
-    case.told_peak_bytes = peak_bytes
-    return Lesson(
-        fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
+    said = (
+        f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
         f"{format_nbytes(budget_bytes)} that the replayed plan was made for"
     )
+    case.told = peak_bytes, said
+    return Lesson(fallback=said)
 
 
 def _has_changed(case: Case, plan: Plan) -> bool:
@@ -166,7 +191,7 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
     except InfeasibleBudgetError as error:
         assert case.budgets is not None
         missing = error.least_budget_bytes - case.budgets.device_bytes
-    case.keeps_free, case.told_peak_bytes = True, peak_bytes
+    case.keeps_free = True
     case.reserve_bytes = before + max(0, beyond - missing) if missing > 0 else before
     plan = None
     if case.reserve_bytes > before:
@@ -175,15 +200,15 @@ def _hold_back(case: Case, plans: PlanMaker, peak_bytes: int, budget_bytes: int)
         except InfeasibleBudgetError:  # sums allow it, but whole tensors do not fit together
             case.reserve_bytes = before
     held_back = case.reserve_bytes - before
-    return Lesson(
-        plan=plan,
-        held_back_bytes=held_back,
-        fallback=f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
+    said = (
+        f"peak memory is {format_nbytes(peak_bytes)}, over the budget of "
         f"{format_nbytes(budget_bytes)}: of the {format_nbytes(beyond)} to be held back for "
         f"{_what_for(plans.grown_bytes(case), beyond, state_moves=state_moves)}, "
         f"only {format_nbytes(held_back)} can be; a device_budget of "
-        f"{format_nbytes(budget_bytes + beyond - held_back)} has room for all of it",
+        f"{format_nbytes(budget_bytes + beyond - held_back)} has room for all of it"
     )
+    case.told = peak_bytes, said
+    return Lesson(plan=plan, held_back_bytes=held_back, fallback=said)
 
 
 def _what_for(grown_bytes: int, beyond_bytes: int, *, state_moves: bool) -> str:

@@ -1,4 +1,4 @@
-"""The most memory that a process took: in steps under the plan in force, and between steps."""
+"""The most memory that a process took: in the last steps under the plan in force, and between."""
 
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine.recorder import StepRecorder
@@ -14,7 +14,7 @@ class Peaks:
     def forget(self, case: Case) -> None:
         """Another plan comes into force for a kind of step."""
         self._device.take_peak()
-        case.peak_bytes = 0
+        case.peaks_bytes.clear()
 
     def leave_out_what_followed(self, recorder: StepRecorder) -> None:
         """A step begins: what came after the last one, or was refused, is no step's."""
@@ -25,10 +25,10 @@ class Peaks:
 
     def add(self, case: Case, recorder: StepRecorder) -> None:
         """A step under the plan in force has ended."""
-        case.peak_bytes = max(case.peak_bytes, recorder.peak_bytes)
+        case.peaks_bytes.append(recorder.peak_bytes)
 
     def of_tensors(self, case: Case | None, recorder: StepRecorder | None) -> int:
-        """The most that tensors took in steps under the plan in force; -1 if unknown.
+        """The most that tensors took in steps of late under the plan in force; -1 if unknown.
 
         Args:
             case: the kind of the step under way.
@@ -37,5 +37,5 @@ class Peaks:
         if case is None or case.schedule is None or case.memory is None:
             return -1
         ended_bytes = recorder.peak_bytes if recorder is not None else 0
-        peak_bytes = max(case.peak_bytes, ended_bytes or self._device.peak_bytes())
+        peak_bytes = max(*case.peaks_bytes, ended_bytes or self._device.peak_bytes(), 0)
         return peak_bytes - case.memory.overhead_bytes

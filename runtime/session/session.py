@@ -302,6 +302,7 @@ class Session:
         lesson = learn(case, self.plans, peak_bytes=peak_bytes, budget_bytes=budget_bytes)
         if lesson.fallback:
             self.fall_back(lesson.fallback)
+        self.fallbacks = [told for told in self.fallbacks if told != lesson.withdrawn]
         if lesson.plan is not None:
             self._follow(case, lesson.plan, anew=not lesson.only_predicts)
             self.device.give_back_heap(cycles=not lesson.only_predicts)
@@ -356,9 +357,8 @@ class Session:
         self.keeper.uses_at_once(table.parameters_bytes)
         for name, nbytes, why in table.uncovered:
             if nbytes >= MIN_SLOT_BYTES:
-                self.fall_back(
-                    f"the saved activation {name} ({format_nbytes(nbytes)}) cannot move: {why}"
-                )
+                size = format_nbytes(nbytes)
+                self.fall_back(f"the saved activation {name} ({size}) cannot move: {why}")
         self.plans.require_known(table)
 
     def _follow(self, case: Case, plan: Plan, *, anew: bool = True) -> None:

@@ -384,7 +384,7 @@ def test_what_no_plan_is_to_hold_back_is_expected() -> None:
         (case,) = session.cases.values()
         _nothing_learned(session)
         _make_out(session, 1.0)
-        case.surplus_bytes = case.told_peak_bytes = 0
+        case.surplus_bytes, case.told = 0, None
         assert case.schedule is not None
         planned_bytes = case.expected_bytes
         peak_bytes = planned_bytes + (16 << 20)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from teraplan.units import MIB
 from tests.end_to_end.training import MLP, Program, Run, assert_same, run, tight, unlimited
 
 STEPS = 10
@@ -156,3 +157,25 @@ def test_a_forward_that_waits_for_another_optimizer_stays_in_its_step() -> None:
     limited = tight(program, reference, 0.6)
     assert_same(reference, limited)
     assert STEPS // 2 <= limited.final.steps <= STEPS
+
+
+def test_what_a_program_has_held_for_some_steps_is_forgotten_some_steps_later() -> None:
+    def program(this: Run) -> None:
+        net = MLP()
+        this.compile(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        held = None
+        for step in range(34):
+            held = torch.ones(8 * MIB) if step == 8 else None if step == 11 else held
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            this.record(loss, net)
+
+    limited = tight(program, unlimited(program), 0.6)
+    while_held, last = limited.statuses[10], limited.statuses[-1]
+    assert while_held.actual_peak_bytes > while_held.device_budget_bytes + 30 * MIB
+    assert any(text.startswith("peak memory is") for text in while_held.fallbacks)
+    assert last.actual_peak_bytes < 1.05 * last.device_budget_bytes + MIB
+    assert not any(text.startswith("peak memory is") for text in last.fallbacks)
