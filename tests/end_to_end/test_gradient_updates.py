@@ -208,6 +208,21 @@ def test_tied_weights_in_one_graph() -> None:
     assert last.updates_in_backward == WEIGHTS - 1
 
 
+def tying(net: MLP, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """From the fourth step on a graph, the same as before, uses the first weight twice."""
+    if step == 4:
+        net.layers[-1].weight = net.layers[0].weight
+    loss = backward(net, step)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_a_weight_that_is_tied_between_steps() -> None:
+    last = compared(looping(tying, steps=8), 3 << 20)
+    assert last.updates_in_backward == WEIGHTS - 2
+
+
 class InTwoGraphs(MLP):
     """Its first weight is used in both, its other ones in one of them."""
 

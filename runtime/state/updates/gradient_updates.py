@@ -100,6 +100,8 @@ class GradientUpdates:
         """By parameter."""
         self._done: dict[int, _Watch] = {}
         """By address of parameters whose gradient has come, and whose optimizer's step has not."""
+        self._given: set[int] = set()
+        """Addresses of the parameters that graphs have given a gradient in this step."""
         self._path: list[int] = []
         """Addresses of the parameters that graphs have used in this step before any gradient."""
         self._path_before: list[int] = []
@@ -133,6 +135,7 @@ class GradientUpdates:
     def begin_step(self) -> None:
         """See `AtGradients`."""
         self._path, self._follows = [], None
+        self._given.clear()
         for watch in self._watches.values():
             watch.patience -= watch.rehearsal is not None
 
@@ -172,7 +175,10 @@ class GradientUpdates:
                 f"it gets another gradient {BETWEEN}: there is a second backward, "
                 "or a graph uses it once more than in the steps before",
             )
-        optimizer = watch.optimizer()
+        optimizer, address = watch.optimizer(), _address(parameter)
+        if address in self._given:  # a weight that was tied in between
+            watch.eligible.pop(parameter, None)  # type: ignore[no-untyped-call]
+        self._given.add(address)
         if optimizer is None or not self._may_update(watch, optimizer, parameter, gradient):
             return None
         self._done[_address(parameter)] = watch
