@@ -106,7 +106,7 @@ class Ring:
     """Touched memory that tensors are cut from, on huge pages as those of a training on the CPU."""
 
     def __init__(self) -> None:
-        self._block = mmap.mmap(-1, RING_BYTES)
+        self._block = mmap.mmap(-1, RING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         use_huge_pages([(address_of(self._block), RING_BYTES)])
         content = os.urandom(16 * MIB)
         for _ in range(RING_BYTES // len(content)):
