@@ -96,7 +96,8 @@ def status() -> Status:
 def dump() -> None:
     """Print to standard error what is under way right now: step, stores, queues, running I/O.
 
-    The signal SIGUSR1 does the same, unless the program uses it for something else.
+    The signal SIGUSR1 does the same from the first compiled call on, unless the program uses it for
+    something else.
     """
     loaded = sys.modules.get("teraplan.backend")
     text = "teraplan: no session" if loaded is None else loaded.current_dump()

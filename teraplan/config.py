@@ -28,6 +28,8 @@ _BUDGET_FORMS = (
     '"60%"'
 )
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_LEAST_DEADLINE_S = 0.1
+"""A disk may well take so long for one chunk."""
 _WORDS = {word: True for word in _TRUE} | {word: False for word in _FALSE}
 
 
@@ -318,10 +320,11 @@ def _deadline_s(value: object) -> float:
             value = float(value)
         except ValueError:
             value = None
+    wrong = ConfigError(f"expected a number of seconds from {_LEAST_DEADLINE_S} to 10^9")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError("expected a number of seconds above 0")
-    if not 0 < value <= 10**9:
-        raise ConfigError("expected a number of seconds above 0, at most 10^9")
+        raise wrong
+    if not _LEAST_DEADLINE_S <= value <= 10**9:
+        raise wrong
     return float(value)
 
 
