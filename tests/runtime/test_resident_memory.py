@@ -68,7 +68,7 @@ def test_what_others_take_is_given_up_by_the_pool_some_sites_later(device: CpuDe
     for _ in range(LONG):
         device.keep_under(limit, 0)
     before = device.pool.waiting_bytes
-    most = 0
+    given_up = most = 0
     with mmap.mmap(-1, 32 * MIB) as taken:
         taken.write(b"x" * len(taken))
         for _ in range(LONG):
