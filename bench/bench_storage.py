@@ -3,7 +3,9 @@
     python -m bench.bench_storage [--directory DIR] [--gib 2] [--rounds 5] [--deepspeed PYTHON]
 
 Every round runs each contender once, in the same order; a ratio is taken within a round, to the
-best that fio reached there with O_DIRECT in any of its ways. CPU time is user and system together,
+best that fio reached there with O_DIRECT in any of its ways. Our memory lies on huge pages, as that
+of tensors does; fio's can, too, where some are reserved (`sysctl vm.nr_hugepages=64`), and then
+there is a second ratio, to the best of fio on huge pages. CPU time is user and system together,
 of all threads. `one` is the engine with one thread per store, `default` with those that it has
 here. Each contender has files of its own, of one length, and overwrites what it wrote before, as a
 training step does after its first. `--deepspeed` names an interpreter in which DeepSpeed is
@@ -40,13 +42,20 @@ from teraplan.units import GIB, MIB
 from teraplan.values.run_record import Direction
 
 FIO_WAYS = (
-    ("libaio", "1m", 4, 1),
-    ("libaio", "1m", 32, 1),
-    ("io_uring", "1m", 4, 1),
-    ("psync", "4m", 1, 4),
+    ("libaio", "1m", 4, 1, "malloc"),
+    ("libaio", "1m", 32, 1, "malloc"),
+    ("io_uring", "1m", 4, 1, "malloc"),
+    ("psync", "4m", 1, 4, "malloc"),
 )
-"""Engine, block, depth, jobs: the best of wider searches. Much in flight is memory that fio touches
-for the first time, which costs it a quarter of its rate on one machine."""
+FIO_WAYS_ON_HUGE_PAGES = (
+    ("libaio", "1m", 4, 1, "shmhuge"),
+    ("libaio", "1m", 16, 1, "shmhuge"),
+    ("psync", "8m", 1, 2, "shmhuge"),
+)
+"""Engine, block, depth, jobs, memory: the best of wider searches. Much in flight is memory that fio
+touches for the first time, which costs it a quarter of its rate on one machine."""
+_ON_HUGE_PAGES = " on huge pages"
+_RESERVED_HUGE_PAGES, _LEAST_HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages"), 32
 FIO_PATTERNS = ("write", "read", "both")
 PATTERNS = (*FIO_PATTERNS, "planned")
 WORKERS = {
@@ -77,15 +86,15 @@ class Took:
         return self.cpu_s / (self.nbytes / 1e9)
 
 
-def fio(directory: Path, way: tuple[str, str, int, int], pattern: str, nbytes: int) -> Took:
+def fio(directory: Path, way: tuple[str, str, int, int, str], pattern: str, nbytes: int) -> Took:
     """What fio takes for `pattern`: write, read, or both at once, half each."""
-    engine, block, depth, jobs = way
+    engine, block, depth, jobs, memory = way
     share = nbytes // jobs // MIB // 16 * 16
     command = [
         *("fio", "--output-format=json", f"--directory={directory}", f"--ioengine={engine}"),
         *(f"--bs={block}", f"--iodepth={depth}", f"--numjobs={jobs}", "--direct=1"),
         *("--fallocate=none", "--overwrite=1", "--group_reporting", "--thread"),
-        f"--filename_format={engine}.{block}.{depth}.$jobnum",
+        *(f"--filename_format={engine}.{block}.{depth}.{memory}.$jobnum", f"--mem={memory}"),
     ]
     if pattern == "both":
         for rw, offset in (("read", 0), ("write", share // 2)):
@@ -242,10 +251,10 @@ def one_round(
     found: dict[str, dict[str, Took]] = {pattern: {} for pattern in PATTERNS}
     for pattern in PATTERNS:
         if pattern in FIO_PATTERNS:
-            for way in FIO_WAYS:
-                found[pattern][f"fio {way[0]} {way[1]} x {way[2] * way[3]}"] = fio(
-                    directory, way, pattern, nbytes
-                )
+            for way in (*FIO_WAYS, *(FIO_WAYS_ON_HUGE_PAGES if has_huge_pages() else ())):
+                on = "" if way in FIO_WAYS else _ON_HUGE_PAGES
+                name = f"fio {way[0]} {way[1]} x {way[2] * way[3]}{on}"
+                found[pattern][name] = fio(directory, way, pattern, nbytes)
         for engine in engines:
             found[pattern][engine.name] = engine.move(pattern)
         if peer is not None and pattern in peer.patterns:
@@ -266,19 +275,27 @@ def table(rounds: Sequence[dict[str, dict[str, Took]]]) -> list[dict[str, object
                 "cpu_s_per_gb": round(statistics.median(t.cpu_per_gb for t in all_took), 3),
             }
             # The planned pattern reads and writes; fio's is both at once.
-            best = [
-                _best_of_fio(one["both" if pattern == "planned" else pattern]) for one in rounds
-            ]
-            ratios = [t.rate / b.rate for t, b in zip(all_took, best, strict=True)]
-            cpus = [t.cpu_per_gb / b.cpu_per_gb for t, b in zip(all_took, best, strict=True)]
-            row["rate_to_best_fio"] = round(statistics.median(ratios), 2)
-            row["cpu_to_best_fio"] = round(statistics.median(cpus), 2)
+            peers = [one["both" if pattern == "planned" else pattern] for one in rounds]
+            for on in ("", _ON_HUGE_PAGES) if has_huge_pages() else ("",):
+                best = [_best_of_fio(one, on) for one in peers]
+                ratios = [t.rate / b.rate for t, b in zip(all_took, best, strict=True)]
+                cpus = [t.cpu_per_gb / b.cpu_per_gb for t, b in zip(all_took, best, strict=True)]
+                key = on.replace(" ", "_")
+                row[f"rate_to_best_fio{key}"] = round(statistics.median(ratios), 2)
+                row[f"cpu_to_best_fio{key}"] = round(statistics.median(cpus), 2)
             rows.append(row)
     return rows
 
 
-def _best_of_fio(found: dict[str, Took]) -> Took:
-    return max((t for name, t in found.items() if name.startswith("fio")), key=lambda t: t.rate)
+def _best_of_fio(found: dict[str, Took], on: str) -> Took:
+    of_fio = {name: took for name, took in found.items() if name.startswith("fio")}
+    ways = [took for name, took in of_fio.items() if name.endswith(_ON_HUGE_PAGES) == bool(on)]
+    return max(ways, key=lambda took: took.rate)
+
+
+def has_huge_pages() -> bool:
+    """Whether fio can have its memory on some that are reserved."""
+    return int(_RESERVED_HUGE_PAGES.read_text()) >= _LEAST_HUGE_PAGES
 
 
 def require_fio() -> None:
@@ -308,6 +325,8 @@ def main() -> None:
     rows = table(rounds)
     for row in rows:
         print("  ".join(f"{value!s:>22}" for value in row.values()))
+    if not has_huge_pages():
+        print("fio on huge pages is not compared: none are reserved (sysctl vm.nr_hugepages=64)")
     rates = checksum_rates()
     print({name: f"{rate:.1f} GB/s" for name, rate in rates.items()})
     write_results(
