@@ -140,15 +140,15 @@ def _both_at_once() -> contextlib.AbstractContextManager[object]:
 
 def _compile(config: Config, gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     updates = config.update == "gradient"
-    if config.kernels == "inductor":
-        patches = config_patches(updates=updates)
-        inner = inference.compile_inner
-        with _both_at_once():
+    with _both_at_once():
+        if config.kernels == "inductor":
+            patches = config_patches(updates=updates)
+            inner = inference.compile_inner
             return cast("Compiled", compile_fx(gm, list(inputs), inner, config_patches=patches))
-    compile_graph: Compiled = aot_autograd(
-        fw_compiler=boxed_nop,
-        inference_compiler=inference.compile_eagerly,
-        partition_fn=functools.partial(partition, updates=updates),
-    )
-    compiled: Compiled = compile_graph(gm, inputs)
-    return compiled
+        compile_graph: Compiled = aot_autograd(
+            fw_compiler=boxed_nop,
+            inference_compiler=inference.compile_eagerly,
+            partition_fn=functools.partial(partition, updates=updates),
+        )
+        compiled: Compiled = compile_graph(gm, inputs)
+        return compiled

@@ -302,7 +302,7 @@ class Engine:
             name=f"{table.graph[:6]}.c{call}/{described.name}",
             nbytes=storage.nbytes() if movable else 0,
             origin=StorageWeakRef(storage),  # type: ignore[no-untyped-call]
-            tensor=x,
+            tensor=x.detach(),  # what is also a result would keep its own graph
             version=x._version,
             order=len(self._of_step),
             saved_version=x._version,

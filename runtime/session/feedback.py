@@ -89,7 +89,7 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
     is_late = case.num_runs % _COMPARED_EVERY == 0
     if case.num_runs not in _COMPARED_AFTER and not is_late and not withdrawn:
         return _NOTHING
-    if 0 <= peak_bytes <= budget_bytes or case.told is not None:
+    if 0 <= peak_bytes <= budget_bytes + within or case.told is not None:
         _expect(case, peak_bytes)
     if is_replayed:
         return Lesson(withdrawn=withdrawn)

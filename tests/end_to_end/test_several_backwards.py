@@ -6,12 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from teraplan.runtime.process import census
 from tests.end_to_end.training import (
     MLP,
+    UNLIMITED,
     Run,
     assert_kept_to_plan,
     assert_same,
     moving,
+    run,
     tight,
     unlimited,
 )
@@ -117,6 +120,61 @@ def test_what_two_backwards_need_is_away_between_and_within_them(kernels: str) -
     before, after = (limited.statuses[step].stores[0] for step in (-3, -1))
     written_bytes = after.written_bytes - before.written_bytes
     assert after.read_bytes - before.read_bytes > 1.3 * written_bytes > 0
+
+
+@pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_graph_is_kept_only_in_some_steps(kernels: str) -> None:
+    def program(this: Run) -> None:
+        torch.manual_seed(2)
+        model = this.compile(_Layers())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(8):
+            out = model(*MLP().batch(step))
+            loss = out.square().mean()
+            torch.autograd.backward(loss, retain_graph=bool(step % 2))
+            if step % 2:
+                torch.autograd.backward(out.abs().mean())
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    assert_same(
+        unlimited(program, kernels=kernels), run(program, device_budget="90%", kernels=kernels)
+    )
+
+
+class _AndHidden(_Layers):
+    """Its second result is saved for the backward of the first."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = super().forward(x)
+        return self.layers[0](hidden), hidden
+
+
+@pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_graph_that_is_dropped_gives_back_what_it_has_saved(
+    kernels: str, *, retain: bool
+) -> None:
+    """After a backward that has kept it, or with none."""
+    nbytes: list[int] = []
+
+    def program(this: Run) -> None:
+        model = this.compile(_AndHidden())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(8):
+            if not retain:
+                model(*MLP().batch(step))
+            loss = model(*MLP().batch(step))[0].square().mean()
+            torch.autograd.backward(loss, retain_graph=retain)
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+            del loss
+            nbytes.append(census.tensor_nbytes("cpu"))
+
+    run(program, device_budget=UNLIMITED, kernels=kernels)
+    assert nbytes[-1] <= nbytes[3] + 64 * 4
 
 
 @pytest.mark.slow
