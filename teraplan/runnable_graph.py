@@ -64,6 +64,7 @@ class RunnableGraph:
         results = self._run(session, args, shapes)
         refuse_double_backward(results)
         self._may_run_again = self._may_run_again or let_it_run_again(results)
+        session.engine.returned(results)
         session.end_call()
         session.keeper.check()
         if self._may_hold_all:

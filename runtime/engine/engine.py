@@ -20,7 +20,7 @@ from teraplan.runtime.engine.mover import Mover
 from teraplan.runtime.engine.planned_sizes import PlannedSizes
 from teraplan.runtime.engine.recompute import Recomputer
 from teraplan.runtime.engine.recorder import SiteKey, StepRecorder
-from teraplan.runtime.engine.saved import Saved, View, is_movable
+from teraplan.runtime.engine.saved import Saved, View, detach_results, is_movable
 from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.engine.state_sites import StateSites
 from teraplan.runtime.engine.tokens import make_token, release_lost
@@ -190,6 +190,11 @@ class Engine:
         return token
 
     @at_work
+    def returned(self, results: Sequence[object]) -> None:
+        """A forward graph has returned, and autograd knows its results."""
+        detach_results(results, self._by_storage)
+
+    @at_work
     def need(
         self, key: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -302,7 +307,7 @@ class Engine:
             name=f"{table.graph[:6]}.c{call}/{described.name}",
             nbytes=storage.nbytes() if movable else 0,
             origin=StorageWeakRef(storage),  # type: ignore[no-untyped-call]
-            tensor=x.detach(),  # what is also a result would keep its own graph
+            tensor=x,
             version=x._version,
             order=len(self._of_step),
             saved_version=x._version,

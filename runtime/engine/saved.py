@@ -1,6 +1,6 @@
 """One saved activation while it is alive: where its bytes are, and who still needs them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -115,6 +115,27 @@ class View(NamedTuple):
         result = torch.empty(0, dtype=dtype, device=storage.device)
         result.set_(storage, offset, size, stride)
         return result
+
+
+def detach_results(results: Sequence[object], by_storage: Mapping[int, Saved]) -> None:
+    """Let what is saved of a graph's results keep none of autograd's nodes.
+
+    A result that the graph's own backward needs has its node by now, which has the tokens, which
+    keep what is saved: dropped, the graph would stay for ever. Here `detach` shares the counter of
+    modifications; within an op it does not.
+
+    Args:
+        results: of the graph, for the user.
+        by_storage: what is saved, by address of the storage that was.
+    """
+    tensors = [r for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+    bases = [tensor._base for tensor in tensors if tensor._base is not None]
+    for tensor in (*tensors, *bases):
+        if tensor.layout is not torch.strided:
+            continue
+        saved = by_storage.get(tensor.untyped_storage()._cdata)
+        if saved is not None and saved.tensor is tensor:
+            saved.tensor = tensor.detach()
 
 
 def is_movable(x: torch.Tensor, storage: torch.UntypedStorage, *, given: bool) -> bool:

@@ -144,11 +144,12 @@ def test_a_graph_is_kept_only_in_some_steps(kernels: str) -> None:
 
 
 class _AndHidden(_Layers):
-    """Its second result is saved for the backward of the first."""
+    """Its further results, or what they are views of, are saved for the backward of the first."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         hidden = super().forward(x)
-        return self.layers[0](hidden), hidden
+        last = torch.tanh(self.layers[0](hidden))
+        return self.layers[1](last), hidden, last.flatten()
 
 
 @pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
