@@ -149,7 +149,7 @@ class _AndHidden(_Layers):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         hidden = super().forward(x)
         last = torch.tanh(self.layers[0](hidden))
-        return self.layers[1](last), hidden, last.flatten()
+        return self.layers[1](last), hidden, last.flatten(), last[1:]
 
 
 @pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
