@@ -102,6 +102,8 @@ class GradientUpdates:
         """By address of parameters whose gradient has come, and whose optimizer's step has not."""
         self._given: set[int] = set()
         """Addresses of the parameters that graphs have given a gradient in this step."""
+        self._several, self._several_before = set[int](), set[int]()
+        """Of these, those of several gradients, such as a tied weight; and of the step before."""
         self._path: list[int] = []
         """Addresses of the parameters that graphs have used in this step before any gradient."""
         self._path_before: list[int] = []
@@ -136,6 +138,7 @@ class GradientUpdates:
         """See `AtGradients`."""
         self._path, self._follows = [], None
         self._given.clear()
+        self._several_before, self._several = self._several, set()
         for watch in self._watches.values():
             watch.patience -= watch.rehearsal is not None
 
@@ -176,10 +179,12 @@ class GradientUpdates:
                 "or a graph uses it once more than in the steps before",
             )
         optimizer, address = watch.optimizer(), _address(parameter)
-        if address in self._given:  # a weight that was tied in between
-            watch.eligible.pop(parameter, None)  # type: ignore[no-untyped-call]
+        if address in self._given:
+            self._several.add(address)
         self._given.add(address)
-        if optimizer is None or not self._may_update(watch, optimizer, parameter, gradient):
+        if optimizer is None or address in self._several_before:
+            return None
+        if not self._may_update(watch, optimizer, parameter, gradient):
             return None
         self._done[_address(parameter)] = watch
         self._update(watch, optimizer, parameter, gradient)
