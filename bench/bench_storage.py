@@ -276,7 +276,8 @@ def table(rounds: Sequence[dict[str, dict[str, Took]]]) -> list[dict[str, object
             }
             # The planned pattern reads and writes; fio's is both at once.
             peers = [one["both" if pattern == "planned" else pattern] for one in rounds]
-            for on in ("", _ON_HUGE_PAGES) if has_huge_pages() else ("",):
+            has_both = any(name.endswith(_ON_HUGE_PAGES) for name in peers[0])
+            for on in ("", _ON_HUGE_PAGES) if has_both else ("",):
                 best = [_best_of_fio(one, on) for one in peers]
                 ratios = [t.rate / b.rate for t, b in zip(all_took, best, strict=True)]
                 cpus = [t.cpu_per_gb / b.cpu_per_gb for t, b in zip(all_took, best, strict=True)]

@@ -1,5 +1,7 @@
 """Several losses, optimizers and backward passes over what was saved: the same bits, one plan."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from teraplan.runtime.process import census
 from tests.end_to_end.training import (
     MLP,
     UNLIMITED,
+    Program,
     Run,
     assert_kept_to_plan,
     assert_same,
@@ -38,6 +41,33 @@ class _Squashed(_Layers):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(super().forward(x))
+
+
+def _keeping(
+    *,
+    keeps: Callable[[int], bool] = lambda _: True,
+    second: Callable[[int], bool] = lambda _: True,
+    rows: int = 2048,
+    steps: int = 8,
+) -> Program:
+    """Steps whose first backward keeps the graph, for a second one, or for nothing."""
+
+    def program(this: Run) -> None:
+        torch.manual_seed(2)
+        model = this.compile(_Layers())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(steps):
+            random = torch.Generator().manual_seed(step)
+            out = model(torch.randn(rows, 64, generator=random))
+            loss = out.square().mean()
+            torch.autograd.backward(loss, retain_graph=keeps(step))
+            if second(step):
+                torch.autograd.backward(out.abs().mean())
+            optimizer.step()
+            this.record(loss, model)
+            optimizer.zero_grad()
+
+    return program
 
 
 @pytest.mark.slow
@@ -73,21 +103,7 @@ def test_two_optimizers_as_in_a_gan(ending: type[_Layers]) -> None:
 )
 def test_graphs_that_are_kept_after_their_backward(losses: int, kernels: str) -> None:
     """Two losses of one forward, one after the other; or a graph that is kept for nothing."""
-
-    def program(this: Run) -> None:
-        torch.manual_seed(2)
-        model = this.compile(_Layers())
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(9):
-            out = model(*MLP().batch(step))
-            loss = out.square().mean()
-            torch.autograd.backward(loss, retain_graph=True)
-            if losses == 2:
-                torch.autograd.backward(out.abs().mean())
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
-
+    program = _keeping(second=lambda _: losses == 2, steps=9)
     reference = unlimited(program, kernels=kernels)
     limited = moving(program, reference, 0.6, kernels=kernels)
     assert_same(reference, limited)
@@ -98,20 +114,7 @@ def test_graphs_that_are_kept_after_their_backward(losses: int, kernels: str) ->
 @pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_what_two_backwards_need_is_away_between_and_within_them(kernels: str) -> None:
     """It leaves a second time without being written again."""
-
-    def program(this: Run) -> None:
-        model = this.compile(_Layers())
-        optimizer = torch.optim.AdamW(model.parameters())
-        x = torch.randn(32768, 64)
-        for _ in range(8):
-            out = model(x)
-            loss = out.square().mean()
-            torch.autograd.backward(loss, retain_graph=True)
-            torch.autograd.backward(out.abs().mean())
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
-
+    program = _keeping(rows=32768)
     reference = unlimited(program, kernels=kernels)
     limited = tight(program, reference, 0.4, kernels=kernels)
     assert_same(reference, limited)
@@ -124,20 +127,8 @@ def test_what_two_backwards_need_is_away_between_and_within_them(kernels: str) -
 
 @pytest.mark.parametrize("kernels", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_graph_is_kept_only_in_some_steps(kernels: str) -> None:
-    def program(this: Run) -> None:
-        torch.manual_seed(2)
-        model = this.compile(_Layers())
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(8):
-            out = model(*MLP().batch(step))
-            loss = out.square().mean()
-            torch.autograd.backward(loss, retain_graph=bool(step % 2))
-            if step % 2:
-                torch.autograd.backward(out.abs().mean())
-            optimizer.step()
-            this.record(loss, model)
-            optimizer.zero_grad()
-
+    in_odd_steps = lambda step: step % 2 == 1  # noqa: E731
+    program = _keeping(keeps=in_odd_steps, second=in_odd_steps)
     assert_same(
         unlimited(program, kernels=kernels), run(program, device_budget="90%", kernels=kernels)
     )

@@ -114,9 +114,8 @@ class HostPlacement:
         missing = host_choice.missing_bytes(left)
         room_bytes = self._device.host_pool.free_bytes
         for p in host_choice.without_room(found, missing, room_bytes):
-            found = [other for other in found if other is not p]
             self.give_up(optimizer, p)
-        return found
+        return [p for p in found if p in placed.chosen]
 
     def give_up(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         """There is no host memory for its state: it is updated where it is, from now on."""

@@ -172,13 +172,14 @@ class GradientUpdates:
         if watch.rehearsal is not None:
             watch.rehearsal.settle(parameter, gradient)
             return None
-        if _address(parameter) in self._done:
+        address = _address(parameter)
+        if address in self._done:
             raise too_early(
                 parameter,
                 f"it gets another gradient {BETWEEN}: there is a second backward, "
                 "or a graph uses it once more than in the steps before",
             )
-        optimizer, address = watch.optimizer(), _address(parameter)
+        optimizer = watch.optimizer()
         if address in self._given:
             self._several.add(address)
         self._given.add(address)
@@ -186,7 +187,7 @@ class GradientUpdates:
             return None
         if not self._may_update(watch, optimizer, parameter, gradient):
             return None
-        self._done[_address(parameter)] = watch
+        self._done[address] = watch
         self._update(watch, optimizer, parameter, gradient)
         return TakenGradient(parameter)
 
