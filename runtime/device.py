@@ -127,6 +127,8 @@ class Device(ABC):
     """To tell when a step did what, the host has to wait until the device has ended it."""
     moves_state_unasked = True
     """Parameters, gradients and optimizer state may start to leave it where that is needed."""
+    waits_for: Beside | None = None
+    """What `keeps_beside` was told of, where the thread that computes waits for it."""
     shows_state_in_files = True
     """What has left is read where it lies in storage, so it cannot be encrypted there."""
 
@@ -230,10 +232,6 @@ class Device(ABC):
             free_bytes: what it is to hold less where so much is not in use, so that other code has
                 room between two sites.
         """
-
-    def waited_beside_ns(self) -> int:
-        """Time that computing has waited so far for what `keeps_beside` was told of."""
-        return 0
 
     def make_room(self, nbytes: int) -> None:
         """Training state is about to take `nbytes`: give free memory back that is in its way."""

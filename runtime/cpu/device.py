@@ -135,7 +135,6 @@ class CpuDevice(Device):
         if refusal:
             fallbacks.allow(*self._without_pool, strict=strict)
         self._transfers: list[TransferRecord] = []
-        self._beside: Beside | None = None
         self._limit_bytes: int | None = None
         self._resident = ResidentMemory()
         self._most_beside_pool_bytes = 0
@@ -161,7 +160,7 @@ class CpuDevice(Device):
         return PageMemory(self._tiers)
 
     def keeps_beside(self, beside: Beside) -> None:
-        self._beside = beside
+        self.waits_for = beside
 
     def hardware(self) -> Hardware:
         from teraplan.runtime.links import host_link, storage_link
@@ -183,7 +182,7 @@ class CpuDevice(Device):
         return self._tensor_bytes() + int(process_memory.available_bytes() * _RESERVED_FRACTION)
 
     def state_bytes(self) -> int:
-        beside = self._beside.total_bytes if self._beside is not None else 0
+        beside = self.waits_for.total_bytes if self.waits_for is not None else 0
         return max(0, self._tensor_bytes() - beside)
 
     def measure_exactly(self) -> None:
@@ -227,7 +226,7 @@ class CpuDevice(Device):
         self._put_heap_on_huge_pages()
 
     def resident_bytes(self) -> int:
-        beside = self._beside.held_bytes if self._beside is not None else 0
+        beside = self.waits_for.held_bytes if self.waits_for is not None else 0
         return process_memory.resident_bytes() - beside
 
     def tensors_and_overhead(self) -> tuple[int, int]:
@@ -238,17 +237,14 @@ class CpuDevice(Device):
 
     def take_peak(self) -> int:
         peak = process_memory.peak_bytes()
-        if self._beside is not None:
-            peak -= self._beside.take_peak()
+        if self.waits_for is not None:
+            peak -= self.waits_for.take_peak()
         if self._exact:
             free_bytes = self._unused_bytes() - self._unused_after_trim_bytes
             if free_bytes > self._bearable_free_bytes:
                 self._trim_exactly()
         process_memory.reset_peak()
         return peak
-
-    def waited_beside_ns(self) -> int:
-        return self._beside.waited_ns if self._beside is not None else 0
 
     def make_room(self, nbytes: int) -> None:
         if self._limit_bytes is None:
@@ -265,18 +261,18 @@ class CpuDevice(Device):
 
     def _resident_soon(self) -> int:
         """What is resident now and will be without another allocation."""
-        coming = self._beside.coming_bytes if self._beside is not None else 0
+        coming = self.waits_for.coming_bytes if self.waits_for is not None else 0
         return self._resident.read(self.pool.num_blocks_made) + coming
 
     def keep_under(self, limit_bytes: int, headroom_bytes: int, free_bytes: int = 0) -> None:
         self._sites_since_trim += 1
         self._limit_bytes = limit_bytes
         num_blocks = self.pool.num_blocks_made
-        if self._beside is None and self._resident.is_surely_under(limit_bytes, num_blocks):
+        if self.waits_for is None and self._resident.is_surely_under(limit_bytes, num_blocks):
             return
         self.pool.settle()
         resident = self._resident_soon()
-        beside_bytes = self._beside.held_bytes if self._beside is not None else 0
+        beside_bytes = self.waits_for.held_bytes if self.waits_for is not None else 0
         pool_bytes = self.pool.held_bytes + beside_bytes
         self._most_beside_pool_bytes = max(self._most_beside_pool_bytes, resident - pool_bytes)
         slack = limit_bytes - headroom_bytes - self._most_beside_pool_bytes - pool_bytes
@@ -286,7 +282,7 @@ class CpuDevice(Device):
         free_bytes = min(free_bytes, max(0, self.pool.waiting_bytes - beyond))
         self._limit_bytes -= free_bytes
         beyond -= self.pool.shrink(beyond + free_bytes)
-        self.pool.room_bytes = max(0, -beyond - free_bytes) if self._beside is not None else None
+        self.pool.room_bytes = max(0, -beyond - free_bytes) if self.waits_for is not None else None
         is_due = self._sites_since_trim > _SITES_BETWEEN_TRIMS or (
             urgent and time.perf_counter_ns() >= self._next_urgent_trim_ns
         )
@@ -296,8 +292,7 @@ class CpuDevice(Device):
     def peak_bytes(self) -> int:
         return process_memory.peak_bytes()
 
-    def mark(self) -> int:
-        return time.perf_counter_ns()
+    mark = staticmethod(time.perf_counter_ns)
 
     def elapsed_ns(self, start: object, end: object) -> int:
         assert isinstance(start, int)
@@ -340,7 +335,7 @@ class CpuDevice(Device):
         What lies over the mappings of host pools is counted by its parts, which are tensors.
         """
         devices = [device for device in list(_alive) if device is not self]
-        others = [device._beside for device in devices if device._beside is not None]
+        others = [device.waits_for for device in devices if device.waits_for is not None]
         here = (
             storage.nbytes()
             for storage in census.storages("cpu")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from teraplan.errors import UnsupportedError
 from teraplan.runtime.device import Device
@@ -21,7 +20,7 @@ from teraplan.runtime.engine.planned_sizes import PlannedSizes
 from teraplan.runtime.engine.recompute import Recomputer
 from teraplan.runtime.engine.recorder import SiteKey, StepRecorder
 from teraplan.runtime.engine.saved import Saved, View, detach_results, is_movable
-from teraplan.runtime.engine.schedule import Schedule
+from teraplan.runtime.engine.schedule import NOTHING, Schedule
 from teraplan.runtime.engine.state_sites import StateSites
 from teraplan.runtime.engine.tokens import make_token, release_lost
 from teraplan.runtime.process.locks import if_free
@@ -74,7 +73,7 @@ class Engine:
         return {self._views[key].call for key in self._waiting}
 
     def _waiting_graphs(self) -> set[str]:
-        return {self._views[key].graph for key in self._waiting}
+        return {self._views[key].table.graph for key in self._waiting}
 
     @property
     def in_backward(self) -> bool:
@@ -150,7 +149,7 @@ class Engine:
         view = self._view(key)
         if self.at_backward:
             self.at_backward(view.table, self._waiting_graphs)
-        self.graph = (view.graph, view.call, True)
+        self.graph = (view.table.graph, view.call, True)
         self._act(self._arrive((SiteKind.ENTER, *self.graph, None)))
         self._leave()
 
@@ -174,13 +173,13 @@ class Engine:
         self._views[key] = view = View(saved, byte_offset, x.stride(), call, table)
         self._waiting.add(key)
         self.recomputer.saved(view, x, table, slot, beside)
-        number = self._number_of(saved)
-        site = self._arrive((SiteKind.SAVE, table.graph, call, False, number))
-        if self.schedule is not None and number is not None:
-            more_bytes = self._sizes.compare(saved, self.schedule, number)
+        site = self._arrive((SiteKind.SAVE, table.graph, call, False, saved.order))
+        schedule = self.schedule
+        if schedule is not None:
+            more_bytes = self._sizes.compare(saved, schedule)
             if more_bytes is not None:
-                self._leave_plan(self.schedule, site, more_bytes)
-            elif number in self.schedule.recomputed:
+                self._leave_plan(schedule, site, more_bytes)
+            elif saved.order in schedule.recomputed:
                 self.mover.drop(saved)
         self._act(site)
         if site < len(self._rehearsal_limits):
@@ -203,8 +202,9 @@ class Engine:
         view.require(size, stride)
         saved = view.saved
         number = self._number_of(saved)
-        self._act(self._arrive((SiteKind.NEED, view.graph, view.call, True, number)))
-        self._bring(saved)
+        self._act(self._arrive((SiteKind.NEED, view.table.graph, view.call, True, number)))
+        if saved.tensor is None:
+            self._bring(saved)
         saved.check_version()
         saved.in_use += 1
         result = view.on_device(size, stride, dtype)
@@ -217,7 +217,7 @@ class Engine:
         view = self._view(key)
         view.saved.in_use -= 1
         number = self._number_of(view.saved)
-        site = self._arrive((SiteKind.DONE, view.graph, view.call, True, number))
+        site = self._arrive((SiteKind.DONE, view.table.graph, view.call, True, number))
         self._waiting.discard(key)
         if not _get_current_graph_task_keep_graph():  # else the backward may run again
             self._use_up(key)
@@ -277,9 +277,9 @@ class Engine:
         saved.tokens -= 1
         if saved.tokens:
             return
-        if self._by_storage.get(saved.origin.cdata) is saved:
-            del self._by_storage[saved.origin.cdata]
-        if self.recorder is not None and self._is_of_step(saved):
+        if self._by_storage.get(saved.address) is saved:
+            del self._by_storage[saved.address]
+        if self.recorder is not None and self._number_of(saved) is not None:
             self.recorder.give_up(saved.order)
         self.mover.forget(saved)
 
@@ -303,26 +303,27 @@ class Engine:
         assert self.recorder is not None
         described = table.slots[slot]
         movable = is_movable(x, storage, given=described.given)
+        version = x._version
         saved = Saved(
             name=f"{table.graph[:6]}.c{call}/{described.name}",
             nbytes=storage.nbytes() if movable else 0,
-            origin=StorageWeakRef(storage),  # type: ignore[no-untyped-call]
+            address=storage._cdata,
             tensor=x,
-            version=x._version,
+            version=version,
             order=len(self._of_step),
-            saved_version=x._version,
+            saved_version=version,
             saved_by=call,
         )
-        self.recorder.add_tensor(saved, tuple(x.shape), str(x.dtype)[6:], described.layer)
+        self.recorder.add_tensor(saved, x.shape, x.dtype, described.layer)
         self._of_step.append(saved)
-        self._by_storage[storage._cdata] = saved
+        self._by_storage[saved.address] = saved
         if movable:
             self.mover.add(saved)
         return saved
 
     def _holds(self, saved: Saved, x: torch.Tensor, call: int) -> bool:
         """True if `saved` has the bytes of `x`, which looks at the storage that it was made for."""
-        if saved.expired or not self._is_of_step(saved):
+        if saved.expired or self._number_of(saved) is None:
             return False
         # Between two calls the user may have changed the tensor. Within one nobody can, and views
         # that kernels make have counters of their own.
@@ -340,7 +341,7 @@ class Engine:
         assert self.recorder is not None
         self.mover.site = site = self.recorder.arrive(key)
         schedule = self.schedule
-        if schedule is not None and not schedule.expects(site, key):
+        if schedule is not None and (site >= len(schedule.keys) or schedule.keys[site] != key):
             self._leave_plan(schedule, site)
         return site
 
@@ -358,7 +359,14 @@ class Engine:
         if schedule is None:
             mover.make_room(0, self.limit_bytes)
             return
-        actions = schedule.actions(site)
+        if schedule.moves_state or site in schedule.actions:
+            self._follow(schedule, site)
+        limit_bytes = schedule.limits_bytes[site]
+        if mover.managed_bytes > limit_bytes:
+            mover.make_room(0, limit_bytes, strict=not self._sizes.any_larger)
+
+    def _follow(self, schedule: Schedule, site: int) -> None:
+        actions, mover = schedule.actions.get(site, NOTHING), self.mover
         for m in actions.leave:
             saved = self._of_step[m.tensor_id]
             mover.start_leaving(saved, m.tier, m.host_bytes, clean=m.clean)
@@ -368,7 +376,6 @@ class Engine:
             mover.finish_leaving(self._of_step[order])
         for order in actions.back:
             mover.start_back(self._of_step[order])
-        mover.make_room(0, schedule.limits_bytes[site], strict=not self._sizes.any_larger)
 
     def _bring(self, saved: Saved) -> None:
         """Wait until `saved` is on the device."""
@@ -388,8 +395,6 @@ class Engine:
         # Not earlier: until here, what `save` adds counts as workspace of the interval before.
         managed_bytes = self.mover.managed_bytes
         state_bytes = self._state_sites.in_use_bytes if self._state_sites is not None else 0
-        self.managed_peak_bytes = max(self.managed_peak_bytes, managed_bytes + state_bytes)
+        if managed_bytes + state_bytes > self.managed_peak_bytes:
+            self.managed_peak_bytes = managed_bytes + state_bytes
         self.recorder.leave(managed_bytes, state_bytes)
-
-    def _is_of_step(self, saved: Saved) -> bool:
-        return self._number_of(saved) is not None

@@ -62,7 +62,7 @@ class Mover:
         if saved.remake is None or saved.copy is not None or saved.modified:
             return
         if id(saved) in self._resident and not saved.in_use:
-            saved.tensor = None
+            saved.let_go()
             self._give_back(saved)
 
     def forget_all(self) -> None:
@@ -105,7 +105,7 @@ class Mover:
             saved.copy.drop()
             saved.copy = None
             return
-        saved.tensor = None
+        saved.let_go()
         self._give_back(saved)
 
     def start_back(self, saved: Saved, *, urgent: bool = False) -> None:

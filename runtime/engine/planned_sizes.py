@@ -13,13 +13,13 @@ class PlannedSizes:
         self._excess_bytes = 0
         """By which all so far are larger than planned."""
 
-    def compare(self, saved: Saved, schedule: Schedule, number: int) -> int | None:
+    def compare(self, saved: Saved, schedule: Schedule) -> int | None:
         """By how much more the kernels take than planned, if the plan is to be left; else None.
 
         It is where all are larger by more than what is bearable: in proportion to the tensor that
         is just saved.
         """
-        planned_bytes = schedule.sizes_bytes[number]
+        planned_bytes = schedule.sizes_bytes[saved.order]
         self.any_larger |= saved.nbytes > planned_bytes
         if saved.tokens > 1:  # it has been compared
             return None

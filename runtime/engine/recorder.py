@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from teraplan.runtime.device import Device
 from teraplan.runtime.engine.saved import Saved
 from teraplan.runtime.engine.state_log import StateLog
@@ -42,8 +44,8 @@ class TensorInfo(NamedTuple):
 
     name: str
     nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
+    shape: torch.Size
+    dtype: torch.dtype
     layer: str
 
 
@@ -54,8 +56,10 @@ class _Visit:
     key: SiteKey
     arrived: object
     left: object
-    waited_ns: tuple[int, int]
-    """Waited for training state until it was reached, and until it was left."""
+    waited_before_ns: int
+    """Waited for training state until it was reached."""
+    waited_ns: int
+    """And until it was left."""
     managed_bytes: int
     """Of saved activations that are resident after it."""
     state_bytes: int
@@ -69,6 +73,7 @@ class StepRecorder:
 
     def __init__(self, device: Device, *, measure_memory: bool) -> None:
         self._device = device
+        self._mark = device.mark
         self.measure_memory = measure_memory
         self.state_bytes = device.state_bytes() if measure_memory else 0
         if measure_memory:
@@ -118,21 +123,15 @@ class StepRecorder:
 
     def arrive(self, key: SiteKey) -> int:
         """A site is reached; returns its number."""
-        mark = self._device.mark()
-        waited_ns = self._device.waited_beside_ns()
+        mark = self._mark()
+        beside = self._device.waits_for
+        waited_ns = beside.waited_ns if beside is not None else 0
+        peak_bytes = self._take_peak() if self.measure_memory else 0
         visits = self._visits
         site = len(visits)
-        before = visits[-1] if site else None
-        visit = _Visit(
-            key=key,
-            arrived=mark,
-            left=mark,  # and so it stays if what follows fails
-            waited_ns=(waited_ns, waited_ns),
-            managed_bytes=before.managed_bytes if before is not None else 0,
-            state_bytes=before.state_bytes if before is not None else 0,
-            peak_bytes=self._take_peak() if self.measure_memory else 0,
-        )
-        visits.append(visit)  # an interrupt comes before or after it
+        before_bytes = (visits[-1].managed_bytes, visits[-1].state_bytes) if site else (0, 0)
+        # The second mark is what stays if what follows fails. An interrupt comes before or after.
+        visits.append(_Visit(key, mark, mark, waited_ns, waited_ns, *before_bytes, peak_bytes))
         return site
 
     def leave(self, managed_bytes: int, state_bytes: int = 0) -> None:
@@ -146,16 +145,16 @@ class StepRecorder:
         visit.managed_bytes, visit.state_bytes = managed_bytes, state_bytes
         if self.measure_memory:
             self._device.take_peak()
-        visit.waited_ns = visit.waited_ns[0], self._device.waited_beside_ns()
-        visit.left = self._device.mark()
+        beside = self._device.waits_for
+        if beside is not None:
+            visit.waited_ns = beside.waited_ns
+        visit.left = self._mark()
 
-    def add_tensor(self, saved: Saved, shape: tuple[int, ...], dtype: str, layer: str) -> None:
+    def add_tensor(self, saved: Saved, shape: torch.Size, dtype: torch.dtype, layer: str) -> None:
         """A storage is saved for the first time in this step; numbered in order."""
         assert saved.order <= len(self.tensors), f"{saved.name} is numbered {saved.order}"
         del self.tensors[saved.order :]  # an interrupt came before the engine had it, too
-        self.tensors.append(
-            TensorInfo(name=saved.name, nbytes=saved.nbytes, shape=shape, dtype=dtype, layer=layer)
-        )
+        self.tensors.append(TensorInfo(saved.name, saved.nbytes, shape, dtype, layer))
 
     def give_up(self, tensor: int) -> None:
         """Nobody can ask for a tensor any more."""
@@ -173,7 +172,8 @@ class StepRecorder:
         else:
             self._peak_at_end = self._device.peak_bytes()
         self._end_mark = self._device.mark()
-        self._waited_at_end = self._device.waited_beside_ns()
+        beside = self._device.waits_for
+        self._waited_at_end = beside.waited_ns if beside is not None else 0
         self._sites_at_end = self.num_sites  # last: an interrupt leaves the end to be noted again
 
     def finish(self) -> None:
@@ -199,10 +199,10 @@ class StepRecorder:
     def durations_ns(self) -> tuple[int, ...]:
         """Computation in each interval."""
         visits = self._visits
-        ends = [(v.arrived, v.waited_ns[0]) for v in visits[1:]]
+        ends = [(v.arrived, v.waited_before_ns) for v in visits[1:]]
         ends.append((self._end_mark, self._waited_at_end))
         return tuple(
-            max(0, self._device.elapsed_ns(v.left, end) - (waited_ns - v.waited_ns[1]))
+            max(0, self._device.elapsed_ns(v.left, end) - (waited_ns - v.waited_ns))
             for v, (end, waited_ns) in zip(visits, ends, strict=True)
         )
 
@@ -316,8 +316,8 @@ class StepRecorder:
             name=info.name,
             kind=TensorKind.ACTIVATION,
             nbytes=info.nbytes,
-            shape=info.shape,
-            dtype=info.dtype,
+            shape=tuple(info.shape),
+            dtype=str(info.dtype).removeprefix("torch."),
             layer=info.layer,
             windows=windows,
             recompute=recompute,

@@ -30,8 +30,8 @@ class Saved:
 
     name: str
     nbytes: int
-    origin: StorageWeakRef
-    """The storage that was saved; it may outlive its stay here, in views of the user's."""
+    address: int
+    """Of the object that is the storage which was saved."""
     tensor: torch.Tensor | None
     version: int
     """Of `tensor` when it was saved: autograd's counter of modifications in place."""
@@ -43,6 +43,8 @@ class Saved:
     """The call that saved it first."""
     offset: int = 0
     """Of the tensor's first byte in the storage that came back, against the one that left."""
+    origin: StorageWeakRef | None = None
+    """The storage that was saved, once it has been let go: it may stay, in views of the user's."""
     copy: Copy | None = None
     arrival: Arrival | None = None
     tokens: int = 0
@@ -60,19 +62,27 @@ class Saved:
     @property
     def expired(self) -> bool:
         """True if the storage that was saved is gone, so that its address may mean another one."""
-        return bool(self.origin.expired())  # type: ignore[no-untyped-call]
+        return self.origin is not None and bool(self.origin.expired())  # type: ignore[no-untyped-call]
 
     @property
     def modified(self) -> bool:
         """True if user code has changed the tensor since it was saved."""
         return self.tensor is not None and self.tensor._version != self.version
 
+    def let_go(self) -> None:
+        """Free the memory of `tensor`, of which there is a copy, or which can be computed again."""
+        assert self.tensor is not None, f"{self.name} is not on the device"
+        if self.origin is None:
+            self.origin = StorageWeakRef(self.tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self.tensor = None
+
     def check_version(self) -> None:
         """Raise if user code has changed the tensor since it was saved."""
-        if self.tensor is not None and self.modified:
+        tensor = self.tensor
+        if tensor is not None and tensor._version != self.version:
             raise UnsupportedError(
                 f"{self.name}: modified in place (version {self.version} -> "
-                f"{self.tensor._version}) after the forward saved it for the backward; "
+                f"{tensor._version}) after the forward saved it for the backward; "
                 "clone the tensor before changing it"
             )
 
@@ -87,11 +97,6 @@ class View(NamedTuple):
     """The call of a graph that saved it."""
     table: GraphTable
     """Of that call."""
-
-    @property
-    def graph(self) -> str:
-        """Its name."""
-        return self.table.graph
 
     def require(self, size: Sequence[int], stride: Sequence[int]) -> None:
         """Raise UnsupportedError if the backward reads the elements in another order."""

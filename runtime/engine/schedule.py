@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from teraplan.runtime.engine.recorder import SiteKey
 from teraplan.runtime.state.memory.block import Block
 from teraplan.simulation.memory_curve import fixed_curve, managed_curve, peak
 from teraplan.units import MIB
@@ -41,7 +40,7 @@ class Actions:
     state_back: tuple[int, ...] = ()
 
 
-_NOTHING = Actions()
+NOTHING = Actions()
 _BEARABLE_PART = 32
 """Of the device budget."""
 
@@ -63,9 +62,10 @@ class Schedule:
         self.moves_state = self._num_activations < len(tensors)
         self.sizes_bytes = tuple(t.nbytes for t in tensors[: self._num_activations])
         """Of the saved activations."""
-        self._keys = tuple(
+        self.keys = tuple(
             (s.kind, s.graph, s.call, s.backward, self._number(s.tensor_id)) for s in self.sites
         )
+        """Of the sites."""
         migrations = plan.migrations
         saved = managed_curve(
             replace(self.step, tensors=tensors[: self._num_activations]),
@@ -92,7 +92,8 @@ class Schedule:
         """What activations may take at each site."""
         self.state_limits_bytes = tuple(r - n for r, n in zip(rests, saved.tolist(), strict=True))
         """What training state may take at each."""
-        self._actions = self._by_site(migrations)
+        self.actions = self._by_site(migrations)
+        """What to do at those sites where there is something to do."""
         self.recomputed = frozenset(choice.tensor_id for choice in plan.recomputed)
         """Tensors that are dropped when they are saved."""
 
@@ -108,18 +109,10 @@ class Schedule:
             if number in self.state_blocks:
                 yield self.state_blocks[number], host_bytes
 
-    def expects(self, site: int, key: SiteKey) -> bool:
-        """True if `key` is what the plan has at `site`."""
-        return site < len(self._keys) and self._keys[site] == key
-
     def ends_call(self, site: int) -> bool:
         """True if what comes behind `site` is not told of: it is the last one of a graph's call."""
         behind = site + 1
-        return behind >= len(self._keys) or self._keys[behind][1:4] != self._keys[site][1:4]
-
-    def actions(self, site: int) -> Actions:
-        """What to do at `site`."""
-        return self._actions.get(site, _NOTHING)
+        return behind >= len(self.keys) or self.keys[behind][1:4] != self.keys[site][1:4]
 
     def _number(self, tensor_id: int | None) -> int | None:
         """As keys of sites have it: training state from -1 downwards."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from teraplan.runtime.engine.recorder import SiteKey
-from teraplan.runtime.engine.schedule import Schedule
+from teraplan.runtime.engine.schedule import NOTHING, Schedule
 from teraplan.runtime.state.memory.block import Block
 from teraplan.runtime.state.memory.training_state import TrainingState
 from teraplan.values.step_trace import UPDATE_GRAPH, SiteKind, TensorKind
@@ -99,7 +99,7 @@ class StateSites:
 
     def act(self, schedule: Schedule, site: int) -> None:
         """Do what the plan says of training state at a site."""
-        actions, arena = schedule.actions(site), self._state.arena
+        actions, arena = schedule.actions.get(site, NOTHING), self._state.arena
         for block, host_bytes in schedule.departures(actions.state_leave):
             arena.send_out(block, host_bytes)
         for block, host_bytes in schedule.departures(actions.state_gone):

@@ -56,6 +56,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_OUTSIDE = "a migration op ran outside of a teraplan graph"
 
 
 @contextmanager
@@ -69,18 +70,13 @@ def running(session: "Session", shapes: tuple[object, ...]) -> Iterator[None]:
         _running.call = outer
 
 
-def _current() -> _Call:
-    call = _running.call
-    assert call is not None, "a migration op ran outside of a teraplan graph"
-    return call
-
-
 def _chain(anchor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=anchor.device)
 
 
 def _enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch.Tensor:
-    call = _current()
+    call = _running.call
+    assert call is not None, _OUTSIDE
     call.table = _table_at(table, tuple(sizes), call.session.config.kernels == "inductor")
     state = call.session.engine.training_state
     if state is not None:
@@ -101,7 +97,8 @@ def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, key: str) -> torc
 def _save(
     x: torch.Tensor, chain: torch.Tensor, slot: int, beside: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    call = _current()
+    call = _running.call
+    assert call is not None, _OUTSIDE
     assert call.table is not None, "save before enter"
     return call.session.engine.save(x, call.table, call.number, slot, beside)
 

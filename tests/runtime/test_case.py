@@ -59,8 +59,8 @@ def test_why_there_is_no_plan_is_not_told_of_the_first_kind_as_of_others() -> No
     assert "memory is measured" in _why(Case(number=0, num_begun=1))
 
 
-def _saved(nbytes: int, tokens: int = 1) -> Saved:
-    return cast("Saved", SimpleNamespace(nbytes=nbytes, tokens=tokens))
+def _saved(nbytes: int, order: int, tokens: int = 1) -> Saved:
+    return cast("Saved", SimpleNamespace(nbytes=nbytes, order=order, tokens=tokens))
 
 
 def test_a_plan_is_left_where_all_tensors_together_are_far_larger() -> None:
@@ -68,13 +68,13 @@ def test_a_plan_is_left_where_all_tensors_together_are_far_larger() -> None:
         sizes_bytes=(4 * MIB, 4 * MIB, MIB, 0), bearable_bytes=MIB, most_workspace_bytes=6 * MIB
     )
     schedule, sizes = cast("Schedule", planned), PlannedSizes()
-    assert sizes.compare(_saved(5 * MIB), schedule, 0) is None, "a little more"
+    assert sizes.compare(_saved(5 * MIB, 0), schedule) is None, "a little more"
     assert sizes.any_larger
-    assert sizes.compare(_saved(5 * MIB, tokens=2), schedule, 0) is None, "the same once more"
-    assert sizes.compare(_saved(2 * MIB), schedule, 1) is None, "less"
-    assert sizes.compare(_saved(2 * MIB), schedule, 2) is None, "in all they are as large"
-    assert sizes.compare(_saved(9 * MIB), schedule, 0) == int(1.25 * 6 * MIB)
-    assert (sizes.compare(_saved(MIB), schedule, 3) or 0) > 1 << 40, "nothing was planned for"
+    assert sizes.compare(_saved(5 * MIB, 0, tokens=2), schedule) is None, "the same once more"
+    assert sizes.compare(_saved(2 * MIB, 1), schedule) is None, "less"
+    assert sizes.compare(_saved(2 * MIB, 2), schedule) is None, "in all they are as large"
+    assert sizes.compare(_saved(9 * MIB, 0), schedule) == int(1.25 * 6 * MIB)
+    assert (sizes.compare(_saved(MIB, 3), schedule) or 0) > 1 << 40, "nothing was planned for"
 
 
 def test_memory_is_measured_again_where_a_step_saves_far_more() -> None:
