@@ -87,10 +87,11 @@ def _enter(anchor: torch.Tensor, table: str, sizes: Sequence[int]) -> torch.Tens
     return _chain(anchor)
 
 
-def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, key: str) -> torch.Tensor:
-    engine, number = _engine_of(token)
+def _enter_backward(anchor: torch.Tensor, token: torch.Tensor, table: str) -> torch.Tensor:
+    engine, key = owner_of(token)
+    assert isinstance(engine, Engine)
     _enter_training_state(engine.training_state, in_step=True)
-    engine.enter_backward(number)
+    engine.enter_backward(key)
     return _chain(anchor)
 
 
@@ -111,7 +112,8 @@ def _need(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    engine, key = _engine_of(token)
+    engine, key = owner_of(token)
+    assert isinstance(engine, Engine)
     try:
         return engine.need(key, size, stride, dtype)
     except Exception as error:
@@ -120,7 +122,8 @@ def _need(
 
 
 def _done(x: torch.Tensor, token: torch.Tensor, chain: torch.Tensor, slot: int) -> None:
-    engine, key = _engine_of(token)
+    engine, key = owner_of(token)
+    assert isinstance(engine, Engine)
     engine.done(key)
 
 
@@ -180,12 +183,6 @@ def _explain(state: TrainingState | None, error: Exception) -> None:
     """Note at an error what the step has done by then."""
     if state is not None and state.at_gradients is not None:
         state.at_gradients.explain(error)
-
-
-def _engine_of(token: torch.Tensor) -> tuple[Engine, int]:
-    engine, key = owner_of(token)
-    assert isinstance(engine, Engine)
-    return engine, key
 
 
 for _name, _kernel in (
