@@ -73,7 +73,6 @@ class StepRecorder:
 
     def __init__(self, device: Device, *, measure_memory: bool) -> None:
         self._device = device
-        self._mark = device.mark
         self.measure_memory = measure_memory
         self.state_bytes = device.state_bytes() if measure_memory else 0
         if measure_memory:
@@ -123,7 +122,7 @@ class StepRecorder:
 
     def arrive(self, key: SiteKey) -> int:
         """A site is reached; returns its number."""
-        mark = self._mark()
+        mark = self._device.mark()
         beside = self._device.waits_for
         waited_ns = beside.waited_ns if beside is not None else 0
         peak_bytes = self._take_peak() if self.measure_memory else 0
@@ -148,7 +147,7 @@ class StepRecorder:
         beside = self._device.waits_for
         if beside is not None:
             visit.waited_ns = beside.waited_ns
-        visit.left = self._mark()
+        visit.left = self._device.mark()
 
     def add_tensor(self, saved: Saved, shape: torch.Size, dtype: torch.dtype, layer: str) -> None:
         """A storage is saved for the first time in this step; numbered in order."""
