@@ -213,6 +213,13 @@ class StepRecorder:
             for visit, peak in zip(self._visits, peaks, strict=True)
         )
 
+    def most_bytes(self) -> int:
+        """The most that tensors took in the step; only if memory was measured."""
+        peak = max((visit.peak_bytes for visit in self._visits[1:]), default=0)
+        return self.state_bytes + max(
+            0, peak - self._base_bytes, self._peak_at_end - self._base_bytes
+        )
+
     def site_starts_ns(self) -> tuple[int, ...]:
         """When each site was reached, from the start of the step."""
         start = self.start_mark

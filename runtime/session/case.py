@@ -93,6 +93,8 @@ class Case:
     """Since the last of them, if there are no more."""
     num_pauses: int = 0
     told_pauses: int = 0
+    is_alone: bool = False
+    """A forward runs in it that no backward follows, so that no plan keeps to the budget."""
     num_diverged: int = 0
     """Of the latest planned steps, those that went another way than planned."""
     num_anew: int = 0
@@ -145,14 +147,10 @@ class Case:
         """True if no plan can be made of what was measured, and nobody has been told yet."""
         return not self.repeats and self.told_pauses <= self.num_pauses
 
-    def tell_why_unplanned(self) -> str:
-        """Why no plan can be made of what was measured, once for each pause."""
-        self.told_pauses = self.num_pauses + 1
-        return (
-            f"steps of one kind (number {self.number}: the same graphs at the same sizes) were "
-            f"different every time; the next {self.pause_steps} of them run without a plan, then "
-            "they are measured again"
-        )
+    def pause(self) -> None:
+        """Do without a plan for a while."""
+        self.attempts = max(_MAX_ATTEMPTS, _MAX_ATTEMPTS_IN_TURN)
+        self._forget_measurements()
 
     def meet(self, table: GraphTable) -> bool:
         """A step runs this graph; true if none has run it before, or at sizes as large."""
@@ -171,6 +169,7 @@ class Case:
         self.paused_steps += 1
         if self.paused_steps >= self.pause_steps:
             self.paused_steps = self.attempts = 0
+            self.is_alone = False
             self.num_pauses += 1
 
     @property
@@ -241,6 +240,7 @@ class Case:
                 workspaces_bytes=recorder.workspaces_bytes(),
                 tables=dict(self.tables),
                 saved_bytes=recorder.saved_bytes,
+                most_bytes=recorder.most_bytes(),
             )
         elif memory is not None and alike and memory.is_outgrown(recorder.saved_bytes):
             self.attempts += 1

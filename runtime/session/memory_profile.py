@@ -24,6 +24,8 @@ class MemoryProfile:
     """Of the graphs of such steps, by their names, at the largest sizes until then."""
     saved_bytes: int
     """In that step. Where sizes follow from values, others save more."""
+    most_bytes: int
+    """The most that tensors took in it."""
 
     def is_outgrown(self, saved_bytes: int) -> bool:
         """True if a step saves so much more that its kernels take more, too."""

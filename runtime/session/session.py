@@ -46,6 +46,7 @@ from teraplan.runtime.session.report_files import ReportFiles
 from teraplan.runtime.session.status import describe, first_words, status_of
 from teraplan.runtime.session.step_bounds import StepBounds
 from teraplan.runtime.session.step_faults import StepFaults
+from teraplan.runtime.session.why_unplanned import OFF_PLAN, do_without_plan, tell_why_unplanned
 from teraplan.runtime.state.host_updates.host_updates import HostUpdates
 from teraplan.runtime.state.keeper import StateKeeper
 from teraplan.runtime.state.updates.optimizer_watch import watch_optimizers
@@ -56,8 +57,6 @@ from teraplan.values.run_record import TransferRecord
 from teraplan.values.status import Status
 
 log = logging.getLogger(__name__)
-
-_OFF_PLAN = "steps go another way than the replayed plan, so they run without it; plan again"
 
 
 class Session:
@@ -268,8 +267,8 @@ class Session:
             if recorder.measure_memory:
                 self._num_measured += 1
                 self.device.run_fast()
-        if case.is_unexplained and not self.cases.tell_apart(case):
-            self.fall_back(case.tell_why_unplanned())
+        if case.is_unexplained and (case.is_alone or not self.cases.tell_apart(case)):
+            self.fall_back(tell_why_unplanned(case))
         self.cases.ended(recorder)
         if faults:
             self._plan_around(case, faults)
@@ -320,8 +319,8 @@ class Session:
         if not is_replayed:
             log.info("steps of kind %d go another way than planned: measured anew", case.number)
             self.cases.renew(case)
-        elif _OFF_PLAN not in self.fallbacks:
-            self.fall_back(_OFF_PLAN)
+        elif OFF_PLAN not in self.fallbacks:
+            self.fall_back(OFF_PLAN)
 
     def _count_overhead_anew(self, case: Case, now: tuple[int, int]) -> None:
         """The process has grown since memory was measured: by code, by what planning keeps."""
@@ -340,7 +339,7 @@ class Session:
         try:
             plan = self.plans.plan(case)
         except InfeasibleBudgetError:
-            if not case.forget_odd_step():
+            if not (case.forget_odd_step() or do_without_plan(case, self.device_budget_bytes())):
                 raise
             return
         if plan is not None:

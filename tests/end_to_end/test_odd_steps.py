@@ -47,6 +47,34 @@ def test_batches_that_are_passed_over(bad: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
+def test_evaluations_without_no_grad() -> None:
+    """Steps go on without a plan where they keep to a budget that no plan keeps to."""
+
+    def program(this: Run) -> None:
+        net = MLP()
+        this.compile(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(STEPS):
+            for k in range(3):
+                net(*net.batch(step + k)).item()
+            loss = net(*net.batch(step))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            this.record(loss, net)
+            optimizer.zero_grad()
+
+    reference = unlimited(program)
+    plan = next(s for s in reference.statuses if s.predicted_managed_peak_bytes >= 0)
+    budget = plan.unlimited_peak_bytes - plan.predicted_managed_peak_bytes // 2
+    limited = run(program, device_budget=budget, training_state="stays")
+    assert_same(reference, limited)
+    status = limited.statuses[-1]
+    assert status.phase == "unplanned"
+    assert "whose backward never does" in status.unplanned_because
+    assert ["torch.no_grad()" in told for told in status.fallbacks] == [True]
+
+
+@pytest.mark.slow
 def test_steps_that_were_interrupted_while_they_were_measured() -> None:
     """Done anew they are as of two batches: each is unlike the one before, and tells it from it."""
     num_steps = 34

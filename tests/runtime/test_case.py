@@ -5,11 +5,16 @@ from types import SimpleNamespace
 from typing import cast
 
 from teraplan.runtime.engine.planned_sizes import PlannedSizes
+from teraplan.runtime.engine.recorder import StepRecorder
 from teraplan.runtime.engine.saved import Saved
 from teraplan.runtime.engine.schedule import Schedule
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.memory_profile import MemoryProfile
-from teraplan.runtime.session.why_unplanned import why_unplanned
+from teraplan.runtime.session.why_unplanned import (
+    do_without_plan,
+    tell_why_unplanned,
+    why_unplanned,
+)
 from teraplan.units import MIB
 
 
@@ -85,6 +90,30 @@ def test_memory_is_measured_again_where_a_step_saves_far_more() -> None:
         workspaces_bytes=(),
         tables={},
         saved_bytes=64 * MIB,
+        most_bytes=0,
     )
     assert not memory.is_outgrown(66 * MIB)
     assert memory.is_outgrown(66 * MIB + 1)
+
+
+def test_steps_go_without_a_plan_only_where_they_keep_to_the_budget() -> None:
+    case = Case(number=0)
+    case.memory = MemoryProfile(
+        signature=(),
+        state_bytes=0,
+        overhead_bytes=0,
+        workspaces_bytes=(),
+        tables={},
+        saved_bytes=0,
+        most_bytes=64 * MIB,
+    )
+    for is_alone in (False, True):
+        case.last = cast(
+            "StepRecorder",
+            SimpleNamespace(has_forwards_alone=is_alone, state=SimpleNamespace(blocks=())),
+        )
+        assert not do_without_plan(case, 64 * MIB - 1)
+        assert case.repeats
+        assert do_without_plan(case, 64 * MIB) == is_alone
+    assert not case.repeats
+    assert "torch.no_grad()" in tell_why_unplanned(case)
