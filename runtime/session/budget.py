@@ -253,8 +253,10 @@ class GraphForecast:
         if self._tables:
             what, enough = "the graphs have at once beside them", "they predict to be enough"
         others = "; graphs still to run may need more"
-        if has_run or self.knows_all_graphs:
+        if has_run:
             others = ""
+        elif self.knows_all_graphs:
+            others = "; what the step makes beside its graphs comes on top" if self._tables else ""
         raise InfeasibleBudgetError(
             f"device_budget is {given}{format_nbytes(budget_bytes + moving_bytes)}"
             f"{part if moving_bytes else ''}, but what stays (parameters, gradients, optimizer "

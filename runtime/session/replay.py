@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from teraplan.config import Budget, Config
-from teraplan.errors import InvalidPlanError, PlanMismatchError, UnsupportedError
+from teraplan.errors import FileFormatError, InvalidPlanError, PlanMismatchError, UnsupportedError
 from teraplan.files.plan_file import read_plan
 from teraplan.planners import as_it_is
 from teraplan.units import format_nbytes
@@ -30,7 +30,10 @@ def replayed_plan(config: Config) -> Plan | None:
     """
     if config.plan == "auto":
         return None
-    written = read_plan(Path(config.plan))
+    try:
+        written = read_plan(Path(config.plan))
+    except FileFormatError as error:
+        raise FileFormatError(f'{error}; mend the file, or plan anew with plan="auto"') from None
     try:
         plan = as_it_is(written)
     except InvalidPlanError as error:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from teraplan.config import Config
+from teraplan.errors import PlanMismatchError
 from teraplan.runtime.device import Device
 from teraplan.runtime.process import census, fallbacks
 from teraplan.runtime.process.names import all_described
@@ -328,6 +329,11 @@ class StateKeeper:
         fits = config.device_budget.nbytes is None or whole <= budget
         if config.training_state == "auto" and (fits or not device.moves_state_unasked):
             return None
+        if self._why_it_stays and config.plan != "auto":
+            raise PlanMismatchError(
+                f"{config.plan}: the plan moves parameters, gradients and optimizer state, and "
+                f"they stay on the device {self._why_it_stays}; leave that out, or plan again"
+            )
         if self._why_it_stays:
             self.refusal = (
                 f"parameters stay on the device {self._why_it_stays}; so do gradients and "

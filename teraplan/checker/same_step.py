@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from teraplan.errors import PlanMismatchError
 from teraplan.units import format_nbytes
 from teraplan.values.plan import Plan
-from teraplan.values.step_trace import Fingerprint, StepTrace, Tensor
+from teraplan.values.step_trace import Fingerprint, StepTrace, Tensor, TensorKind
 
 _REMEDY = "plan again (teraplan measures and plans by itself when no plan file is given)"
 _MOST_CHARACTERS = 200
@@ -40,8 +40,22 @@ def require_same_step(plan: Plan, trace: StepTrace) -> None:
     if difference is not None:
         raise PlanMismatchError(
             "the plan is for another step, or for one whose sizes follow from other values: "
-            f"{difference}; {_REMEDY}"
+            f"{difference}; {_about_updates(plan.trace, trace)}{_REMEDY}"
         )
+
+
+def _about_updates(planned: StepTrace, actual: StepTrace) -> str:
+    """What the gradients say of the option `update`: at "gradient" few of them stay."""
+    there, here = (
+        sum(t.kind is TensorKind.GRADIENT for t in trace.tensors) for trace in (planned, actual)
+    )
+    if there == here:
+        return ""
+    update = "step" if there > here else "gradient"
+    return (
+        f"{there} gradients stay until the optimizer steps in the plan and {here} here: if it was "
+        f'made with update="{update}", set that, or '
+    )
 
 
 def _differences(planned: tuple[Tensor, ...], actual: tuple[Tensor, ...]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from teraplan.checker.check_plan import require_valid
-from teraplan.errors import PlanMismatchError
+from teraplan.errors import FileFormatError, PlanMismatchError
 from teraplan.files.plan_file import read_plan
 from teraplan.runtime.session.case import Case
 from teraplan.runtime.session.feedback import Lesson
@@ -128,6 +128,11 @@ def test_a_plan_file_with_training_state_is_replayed(tmp_path: Path) -> None:
         assert replayed.statuses[-1].diverged_steps == 0
     with pytest.raises(PlanMismatchError, match=r'training_state is "stays"; leave'):
         run(training(adamw), plan=str(path), training_state="stays")
+    with pytest.raises(PlanMismatchError, match=r"with encrypt.*; leave that out"):
+        run(training(adamw), plan=str(path), encrypt=True)
+    path.write_text(path.read_text()[:-100])
+    with pytest.raises(FileFormatError, match=r'is not JSON: .*; mend the file, or .* plan="auto"'):
+        run(training(adamw), plan=str(path))
 
 
 @pytest.mark.slow

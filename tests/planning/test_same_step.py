@@ -9,7 +9,7 @@ from teraplan.errors import PlanMismatchError
 from teraplan.planners import make_plan
 from teraplan.simulation.memory_curve import device_curve, peak
 from teraplan.values.plan import Plan
-from teraplan.values.step_trace import StepTrace, Tensor
+from teraplan.values.step_trace import StepTrace, Tensor, TensorKind
 from tests.planning.synthetic import budgets, gpt_trace, machine
 
 
@@ -66,3 +66,13 @@ def test_another_order_is_named(plan: Plan) -> None:
     where = rf"{first.name} comes in the plan where {second.name} comes here"
     with pytest.raises(PlanMismatchError, match=where):
         require_same_step(plan, turned)
+
+
+@pytest.mark.parametrize("update", ["step", "gradient"])
+def test_gradients_that_only_one_has_tell_of_the_option(plan: Plan, update: str) -> None:
+    first, *rest = plan.trace.tensors
+    gradient = replace(first, kind=TensorKind.GRADIENT)
+    with_one = with_tensors(plan.trace, gradient, *rest), with_tensors(plan.trace, *rest)
+    made_from, here = with_one if update == "step" else with_one[::-1]
+    with pytest.raises(PlanMismatchError, match=rf'made with update="{update}", set that, or plan'):
+        require_same_step(replace(plan, trace=made_from), here)
