@@ -87,10 +87,12 @@ def learn(case: Case, plans: PlanMaker, *, peak_bytes: int, budget_bytes: int) -
         return hold_back(case, plans, peak_bytes, budget_bytes)
     withdrawn = _withdrawn(case, peak_bytes, most_bytes=budget_bytes + within)
     is_late = case.num_runs % _COMPARED_EVERY == 0
-    if case.num_runs not in _COMPARED_AFTER and not is_late and not withdrawn:
-        return _NOTHING
-    if 0 <= peak_bytes <= budget_bytes + within or case.told is not None:
+    is_compared = case.num_runs in _COMPARED_AFTER or is_late or bool(withdrawn)
+    is_expected = 0 <= peak_bytes <= budget_bytes + within or case.told is not None
+    if is_expected and (is_compared or case.num_runs == 1):
         _expect(case, peak_bytes)
+    if not is_compared:
+        return _NOTHING
     if is_replayed:
         return Lesson(withdrawn=withdrawn)
     lesson = _compare(case, plans, budget_bytes - peak_bytes, budget_bytes, is_late=is_late)

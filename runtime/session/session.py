@@ -345,6 +345,7 @@ class Session:
         if plan is not None:
             self._follow(case, plan)
             self.device.run_fast()  # with no free memory left over
+            self._count_overhead_anew(case, (-1, -1))
             self._peaks.forget(case)
 
     def _knows(self, table: GraphTable) -> bool:

@@ -216,6 +216,7 @@ def test_a_wait_has_its_deadline_and_lets_signals_in(
 def test_an_interrupt_ends_a_wait(
     disk: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     with Storage.open([disk], deadline_s=20.0, without_python=True) as storage:
         monkeypatch.setattr(lane.Lane, "push", lambda *_, **__: None)
         record, began_s = put(storage, memory(NBYTES, seed=1)), time.monotonic()
@@ -223,6 +224,7 @@ def test_an_interrupt_ends_a_wait(
         with pytest.raises(KeyboardInterrupt):
             storage.wait(record.write, what="the test")
         assert time.monotonic() - began_s < 5
+    signal.signal(signal.SIGINT, handler)
 
 
 def test_where_room_is_short_what_was_dropped_is_free_at_once(
