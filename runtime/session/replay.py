@@ -33,7 +33,7 @@ def replayed_plan(config: Config) -> Plan | None:
     try:
         written = read_plan(Path(config.plan))
     except FileFormatError as error:
-        raise FileFormatError(f'{error}; mend the file, or plan anew with plan="auto"') from None
+        raise type(error)(f'{error}; mend the file, or plan anew with plan="auto"') from None
     try:
         plan = as_it_is(written)
     except InvalidPlanError as error:
