@@ -207,18 +207,19 @@ class StepRecorder:
 
     def workspaces_bytes(self) -> tuple[int, ...]:
         """Peak of each interval beside state and managed tensors; only if memory was measured."""
-        peaks = [*(visit.peak_bytes for visit in self._visits[1:]), self._peak_at_end]
         return tuple(
             max(0, peak - self._base_bytes - visit.managed_bytes)
-            for visit, peak in zip(self._visits, peaks, strict=True)
+            for visit, peak in zip(self._visits, self._peaks_bytes, strict=True)
         )
 
     def most_bytes(self) -> int:
         """The most that tensors took in the step; only if memory was measured."""
-        peak = max((visit.peak_bytes for visit in self._visits[1:]), default=0)
-        return self.state_bytes + max(
-            0, peak - self._base_bytes, self._peak_at_end - self._base_bytes
-        )
+        return self.state_bytes + max(0, max(self._peaks_bytes) - self._base_bytes)
+
+    @property
+    def _peaks_bytes(self) -> list[int]:
+        """The most that the process held in each interval, if memory was measured."""
+        return [*(visit.peak_bytes for visit in self._visits[1:]), self._peak_at_end]
 
     def site_starts_ns(self) -> tuple[int, ...]:
         """When each site was reached, from the start of the step."""

@@ -149,7 +149,7 @@ class Case:
 
     def pause(self) -> None:
         """Do without a plan for a while."""
-        self.attempts = max(_MAX_ATTEMPTS, _MAX_ATTEMPTS_IN_TURN)
+        self.attempts = _MAX_ATTEMPTS
         self._forget_measurements()
 
     def meet(self, table: GraphTable) -> bool:

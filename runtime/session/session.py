@@ -322,7 +322,7 @@ class Session:
         elif OFF_PLAN not in self.fallbacks:
             self.fall_back(OFF_PLAN)
 
-    def _count_overhead_anew(self, case: Case, now: tuple[int, int]) -> None:
+    def _count_overhead_anew(self, case: Case, now: tuple[int, int] = (-1, -1)) -> None:
         """The process has grown since memory was measured: by code, by what planning keeps."""
         if self.keeper.state is not None:
             self.keeper.state.tidy()
@@ -345,7 +345,7 @@ class Session:
         if plan is not None:
             self._follow(case, plan)
             self.device.run_fast()  # with no free memory left over
-            self._count_overhead_anew(case, (-1, -1))
+            self._count_overhead_anew(case)
             self._peaks.forget(case)
 
     def _knows(self, table: GraphTable) -> bool:

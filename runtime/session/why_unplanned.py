@@ -1,4 +1,4 @@
-"""Why a step runs without a plan, for people."""
+"""When a step goes on without a plan though one was to be made, and why, for people."""
 
 from teraplan.runtime.session.case import Case
 

@@ -329,14 +329,14 @@ class StateKeeper:
         fits = config.device_budget.nbytes is None or whole <= budget
         if config.training_state == "auto" and (fits or not device.moves_state_unasked):
             return None
-        if self._why_it_stays and config.plan != "auto":
-            raise PlanMismatchError(
-                f"{config.plan}: the plan moves parameters, gradients and optimizer state, and "
-                f"they stay on the device {self._why_it_stays}; leave that out, or plan again"
-            )
-        if self._why_it_stays:
+        if why := self._why_it_stays:
+            if config.plan != "auto":
+                raise PlanMismatchError(
+                    f"{config.plan}: the plan moves parameters, gradients and optimizer state, "
+                    f"and they stay on the device {why}; leave that out, or plan again"
+                )
             self.refusal = (
-                f"parameters stay on the device {self._why_it_stays}; so do gradients and "
+                f"parameters stay on the device {why}; so do gradients and "
                 f"optimizer state, {format_nbytes(whole)} in all"
             )
             return None

@@ -117,16 +117,18 @@ def test_a_net_with_instance_norm_and_one_with_depthwise_convolutions(
 @pytest.mark.parametrize("state", ["stays", pytest.param("moves", marks=pytest.mark.slow)])
 def test_a_net_half_of_whose_activations_stay(state: str) -> None:
     program = functools.partial(training, make_model=Conjugated)
-    check_named(program, kernels="aot_eager", training_state=state)
+    said = check_named(program, kernels="aot_eager", training_state=state)
+    assert said.endswith("what the step makes beside its graphs comes on top")
 
 
-def check_named(program: Program, **options: object) -> None:
-    """The budget that the graphs name lets `program` train, with the same numbers."""
+def check_named(program: Program, **options: object) -> str:
+    """The budget that the graphs name lets `program` train, with the same numbers; what is said."""
     reference = run(program, device_budget=UNLIMITED, **options)
     named, said = named_in_error(program, **options)
     assert "which they predict to be enough" in said, "before the first step"
     limited = run(program, device_budget=named, **options)
     assert_same(reference, limited)
+    return said
 
 
 class Widening(nn.Module):

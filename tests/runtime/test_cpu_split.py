@@ -105,7 +105,6 @@ def test_storage_has_no_room_for_its_part(device: CpuDevice) -> None:
 
 
 def saved_of(tensor: torch.Tensor) -> Saved:
-
     return Saved(
         name="t",
         nbytes=tensor.nbytes,

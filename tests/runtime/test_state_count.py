@@ -42,11 +42,10 @@ def test_tensors_are_counted_to_the_byte(count: StateCount) -> None:
 
 
 def test_at_once_where_the_process_has_grown(count: StateCount) -> None:
+    """By much of what it holds, which is what other tests have left in it."""
     _run(count, range(40))
     before_bytes = count.state_bytes
-    much = (
-        96 * MIB + count._device.resident_bytes() // 4
-    )  # of a process that other tests have filled
+    much = 96 * MIB + count._device.resident_bytes() // 4
     new = torch.ones(much // 4)
     assert count.refresh(GRAPHS, below=None, step=40)
     assert count.state_bytes >= before_bytes + new.nbytes

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -217,14 +218,17 @@ def test_an_interrupt_ends_a_wait(
     disk: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
-    with Storage.open([disk], deadline_s=20.0, without_python=True) as storage:
+    with (
+        ExitStack() as after,
+        Storage.open([disk], deadline_s=20.0, without_python=True) as storage,
+    ):
+        after.callback(signal.signal, signal.SIGINT, handler)
         monkeypatch.setattr(lane.Lane, "push", lambda *_, **__: None)
         record, began_s = put(storage, memory(NBYTES, seed=1)), time.monotonic()
         threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,)).start()
         with pytest.raises(KeyboardInterrupt):
             storage.wait(record.write, what="the test")
         assert time.monotonic() - began_s < 5
-    signal.signal(signal.SIGINT, handler)
 
 
 def test_where_room_is_short_what_was_dropped_is_free_at_once(
